@@ -13,11 +13,10 @@ from math import inf
 
 from simulated_faults import LAST_WORDS, meet_fault
 
-from shoal.launch.hosts.agent_protocol import LeaseTimes
+from shoal.launch.hosts.agent_protocol import KILL_S, LEASE_S
 from shoal.launch.hosts.agent_session import AgentSession, Order
 from shoal.launch.hosts.driver_session import DriverEvent, DriverSession, HostLost, HostSpoke
 
-TIMES = LeaseTimes()
 TIMER_S = 0.5
 """So long after the end of a lease the kernel has killed the agent and its ranks."""
 RATE = 0.005
@@ -72,7 +71,7 @@ class Simulation:
         self.current: list[Agent | None] = [None] * hosts  # whose connections the driver has
         self.reachable_from_s = [0.0] * hosts
         self.is_connecting = [False] * hosts
-        self.driver = DriverSession(hosts, TIMES)
+        self.driver = DriverSession(hosts, LEASE_S)
         self.driver_stopped_until_s = 0.0
         self.driver_lag_s = 0.0
         self.driver_inbox: list[tuple[Agent, bytes]] = []
@@ -207,7 +206,7 @@ class Simulation:
             agent.timer_s = agent.session.lease_until_s
 
     def kill_s(self) -> float:
-        return self.random.uniform(0, 0.95 * TIMES.kill_s)
+        return self.random.uniform(0, 0.95 * KILL_S)
 
     def kill_ranks(self, agent: Agent) -> None:
         def killed() -> None:
@@ -333,9 +332,9 @@ class Simulation:
                 self.agent_ends(agent)
                 continue
             epochs.add(agent.epoch)
-            if self.now_s > agent.contact_s + TIMES.lost_s * (1 + RATE):
+            if self.now_s > agent.contact_s + self.driver.lost_s * (1 + RATE):
                 self.problems.append("ranks outlive the lease")
-            if agent.stopped_until_s < agent.closed_s < self.now_s - TIMES.kill_s:
+            if agent.stopped_until_s < agent.closed_s < self.now_s - KILL_S:
                 self.problems.append("ranks outlive the connection")
         if len(epochs) > 1:
             self.problems.append(f"ranks of epochs {epochs} are alive at {self.now_s:.2f}")

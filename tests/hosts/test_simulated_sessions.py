@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 from simulated_hosts import Simulation
 
-from shoal.launch.hosts.agent_protocol import LeaseTimes
 from shoal.launch.hosts.agent_session import MOST_PENDING_OUTPUT, AgentSession
 from shoal.launch.hosts.driver_session import DriverSession, HostLost, HostSpoke
 
-TIMES = LeaseTimes(6.0, 2.0)
 END = {"do": "end"}
 
 
@@ -46,7 +44,7 @@ def exchange(driver: DriverSession, agent: AgentSession, now_s: float) -> list:
 
 
 def connected() -> tuple[DriverSession, AgentSession]:
-    driver, agent = DriverSession(1, TIMES), AgentSession(0.0)
+    driver, agent = DriverSession(1, 6.0), AgentSession(0.0)
     driver.connected(0, 0.0)
     exchange(driver, agent, 0.0)
     agent.hello({"torch": "2.13.0"}, 0.0)
@@ -84,7 +82,7 @@ def test_an_agent_whose_connection_ends_ends_itself() -> None:
     "line",
     [
         *(b'{"do": "dance"}\n', b'{"do": "end"}\n', b'{"do": "start"}\n'),
-        b'{"do": "spec", "lease_s": 1, "kill_s": 1}\n',
+        b'{"do": "spec", "lease_s": 1}\n',
     ],
 )
 def test_an_agent_ends_itself_after_a_message_that_no_driver_sends(line: bytes) -> None:

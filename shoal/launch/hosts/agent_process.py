@@ -20,16 +20,14 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from math import inf
 from multiprocessing.connection import Pipe, wait
-from multiprocessing.context import ForkServerContext
 from typing import Any, NoReturn
 
 from shoal.errors import ShoalError
 from shoal.launch.failure import Failure
 from shoal.launch.hosts.addresses import listeners, try_reach
-from shoal.launch.hosts.agent_protocol import MARKER, PROTOCOL, Message, clock_s, shortened
+from shoal.launch.hosts.agent_protocol import KILL_S, MARKER, PROTOCOL, Message, clock_s, shortened
 from shoal.launch.hosts.agent_session import AgentSession, Order
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
 from shoal.launch.private_memory import SECRET, PrivateMemory
@@ -121,7 +119,7 @@ class AgentProcess:
     def close(self) -> None:
         """End everything that was started."""
         self._kill_ranks()
-        kill_descendants(self.session.times.kill_s)
+        kill_descendants(KILL_S)
 
     def _wait(self, timeout_s: float) -> Sequence[RankEvent]:
         sources: list[Any] = [self._source, self._answers]
@@ -189,7 +187,13 @@ class AgentProcess:
         match question["question"]:
             case "prepare":  # imports what ranks need in the fork server
                 context = prepare(self._work["preload"])
-                return partial(_prepared, context, self._listen(question["addresses"]))
+                ports = self._listen(question["addresses"])
+
+                def prepared() -> Answer:
+                    wait_for_imports(context)
+                    return {"ports": ports}
+
+                return prepared
             case "reach":
                 return lambda: {"reached": try_reach(question["ports"])}
             case "stacks":
@@ -278,11 +282,6 @@ class AgentProcess:
             self.ranks.kill()
         self.ranks = None
         self._look_s = inf
-
-
-def _prepared(context: ForkServerContext, ports: dict[str, int]) -> Answer:
-    wait_for_imports(context)
-    return {"ports": ports}
 
 
 def sent_look(ranks: Ranks) -> list[tuple[int, float, str]]:

@@ -19,18 +19,21 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 Message = Mapping[str, Any]
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of the messages; it must be equal on both sides."""
 MARKER = "SHOAL-AGENT"
 """The agent's first line is this word, PROTOCOL, and a random number."""
 MAX_TEXT = 8_000
 """The most characters of output or of a traceback in one message."""
 LEASE_VARIABLE = "SHOAL_HOSTS_LEASE"
+LEASE_S = 6.0
+"""L. Its heartbeats come four times as often, so three in a row may be lost."""
+KILL_S = 2.0
+"""K, the time in which an agent ends all that it has started."""
 
 
 def encode(do: str, **values: Any) -> bytes:
@@ -64,29 +67,6 @@ def clock_s() -> float:
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-@dataclass(frozen=True)
-class LeaseTimes:
-    """The times of one run.
-
-    Args:
-        lease_s: L.
-        kill_s: K, the time in which an agent ends all that it has started.
-    """
-
-    lease_s: float = 6.0
-    kill_s: float = 2.0
-
-    @property
-    def heartbeat_s(self) -> float:
-        """Seconds between two heartbeats; three in a row may be lost."""
-        return self.lease_s / 4
-
-    @property
-    def lost_s(self) -> float:
-        """Seconds without a heartbeat after which no rank of the host is alive."""
-        return self.lease_s + self.kill_s
-
-
-def lease_times() -> LeaseTimes:
-    """Return the times of this run; tests shorten the lease by a variable."""
-    return LeaseTimes(float(os.environ.get(LEASE_VARIABLE, LeaseTimes.lease_s)))
+def lease_s() -> float:
+    """Return L of this run; tests shorten it by a variable."""
+    return float(os.environ.get(LEASE_VARIABLE, LEASE_S))

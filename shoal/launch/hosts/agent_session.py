@@ -16,13 +16,7 @@ from collections import deque
 from math import inf
 from typing import Any
 
-from shoal.launch.hosts.agent_protocol import (
-    MAX_TEXT,
-    LeaseTimes,
-    Message,
-    MessageReader,
-    encode,
-)
+from shoal.launch.hosts.agent_protocol import LEASE_S, MAX_TEXT, Message, MessageReader, encode
 
 SPECIFICATION_S = 30.0  # from the marker to the driver's first message
 MOST_PENDING_OUTPUT = 4 << 20  # characters; ranks never wait for the connection
@@ -52,7 +46,7 @@ class AgentSession:
     """
 
     def __init__(self, now_s: float) -> None:
-        self.times = LeaseTimes()
+        self._lease_s = LEASE_S
         self.is_running = False
         self.lease_until_s = now_s + SPECIFICATION_S
         self._is_over = False
@@ -88,13 +82,13 @@ class AgentSession:
             reason = "the driver was silent for too long"
             return self._end(reason if self._is_specified else "no specification has come")
         if now_s >= self._next_beat_s:
-            self._next_beat_s = now_s + self.times.heartbeat_s
+            self._next_beat_s = now_s + self._lease_s / 4
             self._urgent.append(encode("beat", at=now_s))
         return []
 
     def hello(self, facts: Message, now_s: float) -> None:
         """Answer the specification. The lease begins here."""
-        self.lease_until_s = now_s + self.times.lease_s
+        self.lease_until_s = now_s + self._lease_s
         self._next_beat_s = now_s
         self.tell("hello", facts=facts)
 
@@ -138,12 +132,12 @@ class AgentSession:
     def _on_message(self, message: Message) -> list[Order]:
         match message["do"]:
             case "ok":
-                until_s = float(message["at"]) + self.times.lease_s
+                until_s = float(message["at"]) + self._lease_s
                 self.lease_until_s = max(self.lease_until_s, until_s)
                 return []
             case "spec" if not self._is_specified:
                 self._is_specified = True
-                self.times = LeaseTimes(float(message["lease_s"]), float(message["kill_s"]))
+                self._lease_s = float(message["lease_s"])
             case "start" if self._is_specified and not self.is_running:
                 self.is_running = True
             case "kill":

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from shoal.launch.hosts.agent_protocol import LeaseTimes, Message, MessageReader, encode
+from shoal.launch.hosts.agent_protocol import KILL_S, Message, MessageReader, encode
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,14 @@ class DriverSession:
 
     Args:
         hosts: the number of hosts.
-        times: of the lease.
+        lease_s: of the agents.
+
+    Attributes:
+        lost_s: seconds without a heartbeat after which no rank of the host is alive.
     """
 
-    def __init__(self, hosts: int, times: LeaseTimes) -> None:
-        self.times = times
+    def __init__(self, hosts: int, lease_s: float) -> None:
+        self.lease_s, self.lost_s = lease_s, lease_s + KILL_S
         self.states = [HostState() for _ in range(hosts)]
 
     def connected(self, host: int, now_s: float, **specification: Any) -> None:
@@ -76,8 +79,7 @@ class DriverSession:
         """
         assert self.clear_at_s(host) <= now_s, "ranks of an earlier agent may live"
         self.states[host] = HostState(is_connected=True, heard_s=now_s)
-        times = {"lease_s": self.times.lease_s, "kill_s": self.times.kill_s}
-        self.send(host, "spec", **times, **specification)
+        self.send(host, "spec", lease_s=self.lease_s, **specification)
 
     def received(self, host: int, data: bytes, now_s: float) -> list[DriverEvent]:
         """Take bytes of an agent, empty at the end of its connection."""
@@ -104,7 +106,7 @@ class DriverSession:
         events: list[DriverEvent] = []
         for host, state in enumerate(self.states):
             silence_s = now_s - state.heard_s
-            if state.is_connected and silence_s >= self.times.lost_s:
+            if state.is_connected and silence_s >= self.lost_s:
                 events += self.disconnected(host, f"no word for {silence_s:.1f} s")
         return events
 
@@ -112,14 +114,14 @@ class DriverSession:
     def due_s(self) -> float:
         """The time at which `tick` must be called at the latest."""
         heard_s = (state.heard_s for state in self.states if state.is_connected)
-        return min(heard_s, default=inf) + self.times.lost_s
+        return min(heard_s, default=inf) + self.lost_s
 
     def clear_at_s(self, host: int) -> float:
         """Return when the host surely runs no ranks: -inf now, inf while nobody can say it."""
         state = self.states[host]
         if not state.may_run:
             return -inf
-        return inf if state.is_connected else state.heard_s + self.times.lost_s
+        return inf if state.is_connected else state.heard_s + self.lost_s
 
     def start(self, starts: Mapping[int, Mapping[str, Any]], now_s: float) -> None:
         """Start ranks on hosts. Args: starts: the rest of the message of each host."""

@@ -11,7 +11,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from shoal.errors import LaunchError, printable
-from shoal.launch.hosts.agent_protocol import PROTOCOL, Message, clock_s, lease_times
+from shoal.launch.hosts.agent_protocol import PROTOCOL, Message, clock_s, lease_s
 from shoal.launch.hosts.driver_session import (
     DriverEvent,
     DriverSession,
@@ -56,7 +56,7 @@ class HostConnections:
         printer: LinePrinter,
     ) -> None:
         self.hosts = hosts
-        self.session = DriverSession(len(hosts), lease_times())
+        self.session = DriverSession(len(hosts), lease_s())
         self.printer = printer
         self.facts: dict[int, HostFacts] = {}
         self._python = python
@@ -119,8 +119,9 @@ class HostConnections:
             while remaining and len(starting) < MOST_STARTS:
                 host = remaining.pop(0)
                 self.drop(host)  # it may have been lost while nobody looked
-                name, lease_s = self.hosts[host].name, self.session.times.lease_s
-                self._clients[host] = SshClient(agent_command(name, self._python, lease_s))
+                name = self.hosts[host].name
+                command = agent_command(name, self._python, self.session.lease_s)
+                self._clients[host] = SshClient(command)
                 starting[host] = clock_s() + START_S
             self.pump(0.1, sources)
             for host, limit_s in list(starting.items()):
