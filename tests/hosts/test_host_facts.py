@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.launch.hosts import host_checks
+from shoal.launch.hosts import host_facts
 from shoal.launch.hosts.host_facts import FactsRequest, HostFacts, collect_facts
 from shoal.launch.hosts.ssh_hosts import SshHost
 from shoal.platform.interfaces import HostAddress
@@ -69,7 +69,7 @@ def test_facts_of_this_host_are_true_and_need_no_torch(tmp_path: Path):
     here = collect_facts(request)
     assert facts.identity == here.identity
     assert facts.source == here.source
-    assert host_checks.problems([(SshHost("a", 1), facts)], request, here) == []
+    assert host_facts.problems([(SshHost("a", 1), facts)], request, here) == []
 
 
 def test_a_host_that_has_none_of_it_is_told_so(tmp_path: Path):
@@ -96,7 +96,7 @@ def test_facts_are_read_from_json():
 
 def test_equal_hosts_have_no_problems():
     hosts = [host("a"), host("b"), host("c", torch="2.13.0+cu130")]
-    assert host_checks.problems(hosts, REQUEST, FACTS) == []
+    assert host_facts.problems(hosts, REQUEST, FACTS) == []
 
 
 def test_every_problem_of_every_host_is_in_one_list():
@@ -108,7 +108,7 @@ def test_every_problem_of_every_host_is_in_one_list():
         host("e", cwd_exists=False, script_digest=None, torch=None),
         host("f", script_digest=None),
     ]
-    assert host_checks.problems(hosts, REQUEST, FACTS) == [
+    assert host_facts.problems(hosts, REQUEST, FACTS) == [
         "host d is host a (d): name it once, a:4",
         "host c: you cannot write to the run directory runs/digits",
         "host e: torch is not installed for its Python. Give --python, or install it",

@@ -18,8 +18,7 @@ from shoal.cli.program import main
 from shoal.errors import UsageError
 from shoal.launch.failure import Failure
 from shoal.launch.hosts.driver_session import HostLost, HostSpoke
-from shoal.launch.hosts.host_checks import problems
-from shoal.launch.hosts.host_facts import FactsRequest, HostFacts
+from shoal.launch.hosts.host_facts import FactsRequest, HostFacts, problems
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks
 from shoal.launch.hosts.ssh_hosts import SshHost, parse_hosts, parse_server_hosts
 from shoal.parameter_server.coordinator.admin_client import send_command

@@ -1,4 +1,7 @@
-"""The facts about one host that decide whether a run can start there; collected on that host."""
+"""The facts about hosts that decide whether a run can start there, each collected on its host.
+
+The driver judges them: every problem of every host comes in one list.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import platform
 import re
 import socket
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
@@ -16,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.launch.hosts.addresses import local_addresses
+from shoal.launch.hosts.ssh_hosts import SshHost
 from shoal.platform.files import existing_directory
 from shoal.platform.interfaces import HostAddress
 from shoal.platform.processes import host_id
@@ -161,3 +166,73 @@ def _ssh_address() -> str | None:
     """Return the third word of `client-address client-port server-address server-port`."""
     words = os.environ.get("SSH_CONNECTION", "").split()
     return words[2].partition("%")[0] if len(words) == 4 else None
+
+
+Checked = Sequence[tuple[SshHost, HostFacts]]
+
+
+def problems(hosts: Checked, request: FactsRequest, here: HostFacts) -> list[str]:
+    """Return all reasons for which the run cannot start; empty where it can.
+
+    Args:
+        hosts: every host that answered, with its facts, in the user's order.
+        request: which the facts answer.
+        here: the facts of the driver's own host, whose Shoal and script the others must have.
+    """
+    found = _repeated(hosts)
+    for host, facts in hosts:
+        found += [f"host {host.name}: {text}" for text in _own(host, facts, request)]
+    for host, facts in hosts:
+        first, first_facts = hosts[0]
+        if facts.source != here.source:
+            found.append(
+                f"host {host.name} has another Shoal ({facts.shoal}, source {facts.source[:8]}; "
+                f"here it is {here.shoal}, source {here.source[:8]}). Install the same there"
+            )
+        found += [f"host {host.name} {text}" for text in _versions(facts, first, first_facts)]
+        digests = {facts.script_digest, here.script_digest}
+        if host.count and None not in digests and len(digests) > 1:
+            found.append(
+                f"host {host.name}: {request.script} is not the file of this machine. Copy it there"
+            )
+    return found
+
+
+def _repeated(hosts: Checked) -> list[str]:
+    """Return a problem for each host that is another one under a second name."""
+    first: dict[str, SshHost] = {}
+    found = []
+    for host, facts in hosts:
+        other = first.setdefault(facts.identity, host)
+        if other is host:
+            continue
+        cure = f"name it once, {SshHost(other.name, other.count + host.count)}"
+        if other.count and not host.count:
+            cure = "servers would share its machine with ranks. Leave it out of --server-hosts"
+        found.append(f"host {host.name} is host {other.name} ({facts.hostname}): {cure}")
+    return found
+
+
+def _own(host: SshHost, facts: HostFacts, request: FactsRequest) -> Iterator[str]:
+    """Yield problems of one host for which no other host matters."""
+    if facts.torch is None:
+        yield "torch is not installed for its Python. Give --python, or install it"
+    if not host.count:  # servers read and write no file
+        return
+    if not facts.cwd_exists:
+        yield f"there is no directory {request.cwd} that you can enter. Make it there"
+    elif request.script is not None and facts.script_digest is None:
+        yield f"{request.script} cannot be read in {request.cwd}. Copy it there"
+    if not facts.can_write:
+        yield f"you cannot write to the run directory {request.run_directory}"
+
+
+def _versions(facts: HostFacts, first: SshHost, wanted: HostFacts) -> Iterator[str]:
+    """Yield versions in which a host differs from the first one."""
+    if facts.python.split(".")[:2] != wanted.python.split(".")[:2]:
+        yield f"has Python {facts.python}, {first.name} has {wanted.python}. Give --python"
+    if facts.torch and wanted.torch:
+        # Without the label of the build: 2.13.0 of 2.13.0+cu130.
+        releases = {version.partition("+")[0] for version in (facts.torch, wanted.torch)}
+        if len(releases) > 1:
+            yield f"has torch {facts.torch}, {first.name} has {wanted.torch}"

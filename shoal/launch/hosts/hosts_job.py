@@ -16,20 +16,24 @@ from socket import socket
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.environment import SERVER_HOSTS
+from shoal.launch.hosts.addresses import candidate_addresses, choose_address
 from shoal.launch.hosts.agent_protocol import clock_s
-from shoal.launch.hosts.host_checks import ANSWER_S, find_meeting, problems
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
-from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
+from shoal.launch.hosts.host_facts import FactsRequest, collect_facts, problems
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, placed
 from shoal.launch.hosts.ssh_client import UNRESOLVED
 from shoal.launch.hosts.ssh_hosts import SshHost
 from shoal.launch.output import LinePrinter, print_note
 from shoal.launch.rank import EXIT_INTERRUPTED
+from shoal.launch.rank_info import LOOPBACK
 from shoal.launch.restarting import LocalJob, RestartingRun, Work
 from shoal.watchdog.hang_limit import limit_of_ranks
 
 SERVER_HOST = "shoal.parameter_server.server_host"
 """Module of the process that starts the servers of a host without ranks."""
+ANSWER_S = 15.0
+PREPARE_S = 300.0
+"""For the import of torch on the slowest host."""
 RETRIES_S = (0.0, 10.0, 30.0, 90.0)
 """Waits before each try to connect to a lost host again."""
 
@@ -243,6 +247,43 @@ class HostsJob(LocalJob):
                 "NCCL_SOCKET_IFNAME": f"={interface}",
             }
         return variables
+
+
+def find_meeting(
+    connections: HostConnections, choice: str | None, hosts: Sequence[int]
+) -> tuple[dict[int, str], int]:
+    """Prepare hosts for ranks; find the address of the first at which all others reach it.
+
+    Args: choice: the user's, of the first host of the list, which may be lost by now.
+
+    Returns: that address of the first host, and of each other its own on the way there, by number;
+        and the port of the socket at the first.
+    Raises:
+        LaunchError: there is none; the message says who cannot reach whom.
+        UsageError: the user's choice is none of its addresses.
+    """
+    first, *others = hosts
+    facts = connections.facts[first]
+    candidates = [LOOPBACK]
+    if others:
+        candidates = candidate_addresses(
+            facts.addresses, facts.ssh_address, choice if first == 0 else None
+        )
+    prepare = {
+        host: {"question": "prepare", "addresses": candidates if host == first else []}
+        for host in hosts
+    }
+    ports = connections.ask(prepare, PREPARE_S)[first]["ports"]
+    if not ports:
+        listed = ", ".join(candidates)
+        raise LaunchError(f"host {connections.name(first)}: it cannot listen at {listed}.")
+    reach = {"question": "reach", "ports": ports}
+    answers = connections.ask(dict.fromkeys(others, reach), ANSWER_S)
+    reached = {host: answer["reached"] for host, answer in answers.items()}
+    reports = {connections.name(host): reaches for host, reaches in reached.items()}
+    address = choose_address(connections.name(first), ports, reports)
+    sources = {host: reaches[address][0] for host, reaches in reached.items()}
+    return {first: address, **sources}, ports[address]
 
 
 def run_on_hosts(
