@@ -51,9 +51,16 @@ class RankResult:
     value: bytes
 
 
-@dataclass(frozen=True)
-class RankSpec:
-    """All that a new rank needs to run.
+def main(
+    payload: bytes,
+    environment: Mapping[str, str],
+    report: Connection,
+    stdout: Connection | None,
+    stderr: Connection | None,
+    progress: tuple[str, str],
+    hang_limit_s: float,
+) -> None:
+    """Prepare the process, call the target, and end as an interpreter would: raise SystemExit.
 
     Args:
         payload: the pickled target and its arguments. They are unpickled where an error can be
@@ -65,52 +72,38 @@ class RankSpec:
         progress: where the memories for progress words and for stacks can be opened.
         hang_limit_s: the launcher's limit after which a rank is late; 0 for none.
     """
-
-    payload: bytes
-    environment: Mapping[str, str]
-    report: Connection
-    stdout: Connection | None
-    stderr: Connection | None
-    progress: tuple[str, str]
-    hang_limit_s: float
-
-
-def main(spec: RankSpec) -> None:
-    """Run the target and end as an interpreter would. Always raises SystemExit."""
-    code = _run_target(spec)
+    code, rank = 1, int(environment["RANK"])
+    reporter = own_reporter()
+    reporter.attach(report, rank)
+    try:
+        end_with_parent()
+        set_process_name(f"shoal rank {rank}")
+        _redirect_output(stdout, stderr)
+        _reset_signal_handlers()
+        _configure_process(environment)
+        words, stacks = progress
+        own_progress().attach(words, rank, hang_limit_s)
+        with contextlib.suppress(OSError):
+            descriptor = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            faulthandler.register(STACKS_SIGNAL, file=descriptor)
+        target, arguments = pickle.loads(payload)
+        value = target(*arguments)
+        reporter.send(RankResult(rank, pickle.dumps(value)))
+        code = 0
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except SystemExit as stop:  # the exit code is as the interpreter defines it
+        if stop.code is None or isinstance(stop.code, int):
+            code = (stop.code or 0) & 0xFF
+        else:
+            print(stop.code, file=sys.stderr)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, its cause must reach the user
+        sys.stdout.flush()
+        reporter.send(failure.from_exception(rank, error))
     atexit._run_exitfuncs()  # processes of multiprocessing skip the handlers that scripts register
     if code in (0, EXIT_RESTART):
         _destroy_process_group()
     sys.exit(code)
-
-
-def _run_target(spec: RankSpec) -> int:
-    """Prepare the process, call the target, send its result or failure, return the exit code."""
-    rank = int(spec.environment["RANK"])
-    reporter = own_reporter()
-    reporter.attach(spec.report, rank)
-    try:
-        end_with_parent()
-        set_process_name(f"shoal rank {rank}")
-        _redirect_output(spec.stdout, spec.stderr)
-        _reset_signal_handlers()
-        _configure_process(spec.environment)
-        _attach_progress(spec, rank)
-        target, arguments = pickle.loads(spec.payload)
-        value = target(*arguments)
-        reporter.send(RankResult(rank, pickle.dumps(value)))
-        return 0
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    except SystemExit as stop:  # the exit code is as the interpreter defines it
-        if stop.code is None or isinstance(stop.code, int):
-            return (stop.code or 0) & 0xFF
-        print(stop.code, file=sys.stderr)
-        return 1
-    except BaseException as error:  # noqa: BLE001 - whatever it is, its cause must reach the user
-        sys.stdout.flush()
-        reporter.send(failure.from_exception(rank, error))
-        return 1
 
 
 def script(path: str, arguments: list[str]) -> None:
@@ -253,15 +246,6 @@ def _configure_process(environment: Mapping[str, str]) -> None:
     threads = environment.get("OMP_NUM_THREADS", "").split(",")[0]
     own_share = max(1, usable_cores() // int(environment["LOCAL_WORLD_SIZE"]))
     torch.set_num_threads(int(threads) if threads.isdigit() else own_share)
-
-
-def _attach_progress(spec: RankSpec, rank: int) -> None:
-    """Let the launcher see how far this rank is, and where its threads are."""
-    words, stacks = spec.progress
-    own_progress().attach(words, rank, spec.hang_limit_s)
-    with contextlib.suppress(OSError):
-        descriptor = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        faulthandler.register(STACKS_SIGNAL, file=descriptor)
 
 
 def keep_process_groups_alive() -> None:

@@ -43,7 +43,7 @@ from shoal.launch.output import (
     print_note,
 )
 from shoal.launch.private_memory import STORE, PrivateMemory
-from shoal.launch.rank import STOP_SIGNALS, RankSpec, main, serve_store
+from shoal.launch.rank import STOP_SIGNALS, main, serve_store
 from shoal.launch.rank_info import LOOPBACK
 from shoal.launch.rank_set import HostShare
 from shoal.launch.ranks import Rank, Ranks
@@ -271,16 +271,9 @@ def _start_rank(
 ) -> Rank:
     reader, report = context.Pipe(duplex=False)
     (stdout, stdout_lines), (stderr, stderr_lines) = streams
-    spec = RankSpec(
-        payload,
-        environment,
-        report,
-        stdout,
-        stderr,
-        progress=(ranks.progress.path, ranks.progress.stacks_path),
-        hang_limit_s=ranks.hang_limit_s,
-    )
-    process = context.Process(target=main, args=(spec,), name=f"rank {rank}")
+    progress = (ranks.progress.path, ranks.progress.stacks_path)
+    given = (payload, environment, report, stdout, stderr, progress, ranks.hang_limit_s)
+    process = context.Process(target=main, args=given, name=f"rank {rank}")
     process.start()
     # The rank has copies of these ends. A reader sees the end of a pipe only when all are closed.
     for end in (report, stdout, stderr):
