@@ -7,6 +7,7 @@ bits   0-4    5-8         9-14    15-24   25-62
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ import torch
 from shoal.platform.tensors import DTYPE_NUMBERS, DTYPES
 from shoal.watchdog.progress_word import COLLECTIVES
 
-KINDS = COLLECTIVES
 OPERATIONS = ("", "sum", "avg", "product", "min", "max")
 MAX_RANKS = 1 << 10
 
@@ -23,7 +23,7 @@ class CallSignature(NamedTuple):
     """A collective as all ranks must call it.
 
     Args:
-        kind: one of KINDS.
+        kind: one of COLLECTIVES.
         dtype: of the elements.
         length: elements on each rank; 0 for a call in which ranks may differ in it.
         operation: one of OPERATIONS; "" if nothing is reduced.
@@ -40,7 +40,7 @@ class CallSignature(NamedTuple):
     def encoded(self) -> int:
         """Encode this call as an integer below 2**63."""
         return (
-            KINDS.index(self.kind)
+            COLLECTIVES.index(self.kind)
             | OPERATIONS.index(self.operation) << 5
             | DTYPE_NUMBERS[self.dtype] << 9
             | self.root << 15
@@ -61,13 +61,22 @@ class CallSignature(NamedTuple):
         return f"{self.kind}({', '.join(arguments)})"
 
 
+@lru_cache(4096)
+def signature(
+    kind: str, dtype: torch.dtype, length: int, operation: str = "", root: int = 0
+) -> tuple[CallSignature, int]:
+    """Return a signature and its encoding."""
+    call = CallSignature(kind, dtype, length, operation, root)
+    return call, call.encoded
+
+
 def decode(word: int) -> CallSignature:
     """Decode a word of `CallSignature.encoded`.
 
     A damaged word gives some signature and no error, because the result is for an error message.
     """
     return CallSignature(
-        KINDS[(word & 31) % len(KINDS)],
+        COLLECTIVES[(word & 31) % len(COLLECTIVES)],
         DTYPES[(word >> 9 & 63) % len(DTYPES)],
         word >> 25,
         OPERATIONS[(word >> 5 & 15) % len(OPERATIONS)],

@@ -32,7 +32,7 @@ from shoal.platform.torch_private.c10d import (
 )
 from shoal.platform.torch_private.subclasses import is_fake
 from shoal.shm_backend import collectives
-from shoal.shm_backend.call import MAX_RANKS, CallSignature
+from shoal.shm_backend.call import MAX_RANKS, CallSignature, signature
 from shoal.shm_backend.call_handles import CompletedWork, traced
 from shoal.shm_backend.call_queue import CallQueue
 from shoal.shm_backend.gloo_calls import GlooCalls, is_flat_contiguous
@@ -57,7 +57,6 @@ OPERATIONS = {
     ReduceOp.MIN.value: "min",
     ReduceOp.MAX.value: "max",
 }
-MAX_CACHED_CALLS = 4096  # entries in each cache of a group
 # torch's stubs know each collective in several forms, of which torch.distributed uses one.
 Base: Any = dist.ProcessGroup
 
@@ -108,8 +107,6 @@ class ShoalGroup(Base):
         self._timeout_s = lambda: timeout_of(gloo).total_seconds()
         self._ranks = list(ranks) or list(range(size))
         self._gloo_calls = GlooCalls(gloo, label, self._ranks, rank)
-        # Signatures with their encodings, by the arguments of `_call`.
-        self._signatures: dict[tuple[Any, ...], tuple[CallSignature, int]] = {}
         self._board: PhaseBoard
         self._queue: CallQueue | None = None
         self._peers: PeerLiveness | None = None
@@ -211,7 +208,7 @@ class ShoalGroup(Base):
             steps = partial(collectives.all_reduce, self._board, flat, operation)
         else:
             steps = partial(native.all_reduce, flat, code)
-        call = self._call("all_reduce", flat, operation)
+        call = signature("all_reduce", flat.dtype, flat.numel(), operation)
         return self._run(call, steps, tensors, (flat,), tensors, opts)
 
     @torch_call("broadcast_")
@@ -225,7 +222,7 @@ class ShoalGroup(Base):
             steps = partial(self._native_calls.broadcast, flat, root)
         else:
             steps = partial(collectives.broadcast, self._board, flat, root)
-        call = self._call("broadcast", flat, root=root)
+        call = signature("broadcast", flat.dtype, flat.numel(), root=root)
         return self._run(call, steps, tensors, (flat,), tensors, opts)
 
     @torch_call("allgather_")
@@ -254,7 +251,8 @@ class ShoalGroup(Base):
     ) -> Work:
         flat, flat_rows = flattened(tensor), [flattened(row) for row in rows]
         steps = partial(collectives.all_gather, self._board, flat, flat_rows)
-        return self._run(self._call("all_gather", flat), steps, rows, flat_rows, results, opts)
+        call = signature("all_gather", flat.dtype, flat.numel())
+        return self._run(call, steps, rows, flat_rows, results, opts)
 
     @torch_call("reduce_scatter_")
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Work:
@@ -292,16 +290,15 @@ class ShoalGroup(Base):
     ) -> Work:
         flat, flat_rows = flattened(outputs[0]), [flattened(row) for row in rows]
         steps = partial(collectives.reduce_scatter, self._board, flat, flat_rows, operation)
-        call = self._call("reduce_scatter", flat, operation)
+        call = signature("reduce_scatter", flat.dtype, flat.numel(), operation)
         return self._run(call, steps, outputs, (flat,), outputs, opts)
 
     @torch_call("barrier")
     def barrier(self, opts: Any) -> Work:
         if self._queue is None:
             return self._by_gloo("barrier", opts)
-        call = CallSignature("barrier")
         steps = partial(collectives.barrier, self._board)
-        return self._run((call, call.encoded), steps, (), (), (), opts)
+        return self._run(signature("barrier", torch.uint8, 0), steps, (), (), (), opts)
 
     def _supports(self, tensor: Tensor, operation: str | None = None) -> bool:
         """Return True if shared memory can carry this call.
@@ -332,19 +329,6 @@ class ShoalGroup(Base):
                 for row in rows
             )
         )
-
-    def _call(
-        self, kind: str, tensor: Tensor, operation: str = "", root: int = 0
-    ) -> tuple[CallSignature, int]:
-        """Return the signature of a call and its encoding, from the cache if possible."""
-        key = (kind, tensor.dtype, tensor.numel(), operation, root)
-        entry = self._signatures.get(key)
-        if entry is None:
-            if len(self._signatures) > MAX_CACHED_CALLS:
-                self._signatures.clear()
-            call = CallSignature(kind, tensor.dtype, tensor.numel(), operation, root)
-            entry = self._signatures[key] = call, call.encoded
-        return entry
 
     def _run(
         self,

@@ -13,8 +13,9 @@ from torch import Tensor
 from shoal.errors import CollectiveFailed
 from shoal.platform.tensors import DTYPES
 from shoal.shm_backend import collectives, phase_board
-from shoal.shm_backend.call import KINDS, OPERATIONS, CallSignature, decode
+from shoal.shm_backend.call import OPERATIONS, CallSignature, decode
 from shoal.shm_backend.phase_board import SLOT_BYTES, PhaseBoard, Steps
+from shoal.watchdog.progress_word import COLLECTIVES
 
 SMALL_SLOT_BYTES = 1 << 10
 
@@ -160,7 +161,7 @@ def test_a_rank_that_calls_something_else_is_named_and_nothing_is_summed(
 
 
 @given(
-    st.sampled_from(KINDS),
+    st.sampled_from(COLLECTIVES),
     st.sampled_from(DTYPES),
     st.integers(0, 2**38 - 1),
     st.sampled_from(OPERATIONS),

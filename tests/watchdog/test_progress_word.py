@@ -17,9 +17,8 @@ def attached(memory: ProgressMemory, rank: int = 0) -> ProgressWriter:
     return writer
 
 
-def test_a_word_ends_before_the_steps_and_has_the_kinds_of_the_backend() -> None:
+def test_a_word_ends_before_the_steps() -> None:
     assert progress_word.WORD.size <= progress_word.RING_AT
-    assert progress_word.KINDS[: len(call.KINDS)] == call.KINDS
 
 
 def test_the_launcher_reads_what_each_rank_writes() -> None:
