@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.shm_backend.segment import AttachedSegment, SharedSegment, attach
+from shoal.shm_backend.segment import Segment, SharedSegment, attach
 
 WORDS_BYTES = 4096
 
@@ -146,9 +146,7 @@ class HandMade:
         }
         dist.barrier()
         own.close()
-        self.memories: list[SharedSegment | AttachedSegment] = [
-            others.get(rank) or own for rank in range(self.size)
-        ]
+        self.memories: list[Segment] = [others.get(rank) or own for rank in range(self.size)]
         self.turns = [memory.raw(0, 64).cast("q") for memory in self.memories]
         self.second = largest_bytes
         self.views: dict[int, list[list[Tensor]]] = {}

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shoal.errors import CollectiveFailed
 from shoal.shm_backend.call import CallSignature, decode
-from shoal.shm_backend.segment import TOKEN_BYTES, AttachedSegment, SharedSegment
+from shoal.shm_backend.segment import TOKEN_BYTES, Segment, SharedSegment
 from shoal.watchdog.progress_writer import CallProgress
 
 # A collective as a generator: each item is a condition and its argument, which must be true before
@@ -68,9 +68,7 @@ class SlotViews:
             have the same length.
     """
 
-    def __init__(
-        self, memories: Sequence[SharedSegment | AttachedSegment], dtype: torch.dtype, length: int
-    ) -> None:
+    def __init__(self, memories: Sequence[Segment], dtype: torch.dtype, length: int) -> None:
         self.size = len(memories)
         self.dtype = dtype
         self.length = length
@@ -109,7 +107,7 @@ class PhaseBoard:
         self,
         rank: int,
         memory: SharedSegment,
-        peers: Mapping[int, AttachedSegment],
+        peers: Mapping[int, Segment],
         names: Sequence[int] | None = None,
         progress: CallProgress | None = None,
     ) -> None:
@@ -117,9 +115,7 @@ class PhaseBoard:
         self.progress = progress
         self.size = len(peers) + 1
         self.names = list(names or range(self.size))
-        self.memories: list[SharedSegment | AttachedSegment] = [
-            peers.get(r, memory) for r in range(self.size)
-        ]
+        self.memories: list[Segment] = [peers.get(r, memory) for r in range(self.size)]
         self.words = [m.raw(0, WORDS_BYTES).cast("q") for m in self.memories]
         self._self_words = self.words[rank]
         self._peer_words = [(r, words) for r, words in enumerate(self.words) if r != rank]

@@ -26,7 +26,7 @@ from shoal.errors import CollectiveFailed, printable
 from shoal.platform.processes import host_id
 from shoal.shm_backend import native
 from shoal.shm_backend.phase_board import SIZE_BYTES
-from shoal.shm_backend.segment import AttachedSegment, SharedSegment, attach
+from shoal.shm_backend.segment import Segment, SharedSegment, attach
 
 T = TypeVar("T")
 LONGEST_ENTRY_BYTES = 1 << 16
@@ -50,7 +50,7 @@ class Topology:
 
     num_hosts: int
     memory: SharedSegment | None
-    attached: dict[int, AttachedSegment]
+    attached: dict[int, Segment]
     pids: dict[int, int]
     compiled: bool
     reason: str = ""

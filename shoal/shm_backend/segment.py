@@ -32,7 +32,7 @@ LINK = f"/memfd:{NAME} (deleted)"  # where a descriptor of such memory leads to,
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
-class _Segment:
+class Segment:
     """Mapped memory that begins with a token. Positions count from the end of the token.
 
     Args: head: a mapping of the first page, in which a futex is the same for all processes.
@@ -58,7 +58,7 @@ class _Segment:
         return np.frombuffer(self._head, np.uint8).ctypes.data + TOKEN_BYTES + at_bytes
 
 
-class SharedSegment(_Segment):
+class SharedSegment(Segment):
     """Memory of this process, zeros at first.
 
     On systems that cannot share it, the memory works and `description` is empty.
@@ -104,12 +104,11 @@ class SharedSegment(_Segment):
             self._descriptor = -1
 
 
-class AttachedSegment(_Segment):
-    """The segment of another process, for reading."""
+def attach(description: Mapping[str, Any]) -> Segment | None:
+    """Attach another process's segment for reading; None if it cannot be opened.
 
-
-def attach(description: Mapping[str, Any]) -> AttachedSegment | None:
-    """Attach the segment with this `SharedSegment.description`; None if it cannot be opened."""
+    Args: description: its `SharedSegment.description`.
+    """
     try:
         path = f"/proc/{int(description['pid'])}/fd/{int(description['fd'])}"
         size_bytes, token = int(description["bytes"]), str(description["token"])
@@ -131,7 +130,7 @@ def attach(description: Mapping[str, Any]) -> AttachedSegment | None:
         return None
     finally:
         os.close(descriptor)
-    return AttachedSegment(mapped, head) if mapped[:TOKEN_BYTES] == token.encode() else None
+    return Segment(mapped, head) if mapped[:TOKEN_BYTES] == token.encode() else None
 
 
 def _open_segment(path: str) -> int:

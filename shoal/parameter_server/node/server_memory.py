@@ -26,7 +26,7 @@ from shoal.parameter_server.codec import BLOCKS, SHARED, Op, as_bytes
 from shoal.parameter_server.events import ProtocolViolation
 from shoal.parameter_server.partitioning import Partition, offsets
 from shoal.parameter_server.transport.connection import Header
-from shoal.shm_backend.segment import AttachedSegment, SharedSegment, attach
+from shoal.shm_backend.segment import Segment, SharedSegment, attach
 
 
 class ReceiveBuffers:
@@ -41,7 +41,7 @@ class ReceiveBuffers:
         self._layouts = parts
         self._compression = compression
         self._buffers: dict[tuple[int, int], Tensor] = {}
-        self._worker_memory: dict[int, AttachedSegment] = {}
+        self._worker_memory: dict[int, Segment] = {}
 
     def buffer_for(self, peer: int, header: Header) -> memoryview | None:
         """Return the memory to receive a frame's payload into; None for new memory.

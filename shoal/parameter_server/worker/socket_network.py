@@ -42,7 +42,7 @@ from shoal.parameter_server.worker.session import (
     ToShard,
     ValuesMessage,
 )
-from shoal.shm_backend.segment import AttachedSegment, attach
+from shoal.shm_backend.segment import Segment, attach
 from shoal.trace.recorder import Recorder
 
 
@@ -184,7 +184,7 @@ class ShardConnection:
         self._flat = network.flat
         self._peer: Connection | None = None
         self._is_lending = False  # the server reads gradients in this worker's memory
-        self._borrowed: AttachedSegment | None = None  # the server's memory
+        self._borrowed: Segment | None = None  # the server's memory
         self._arriving: ValuesMessage | None = None  # of the frame that arrives now
         self._accepted = False  # the session wants its values
         self._closed = False
