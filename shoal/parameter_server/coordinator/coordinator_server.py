@@ -43,9 +43,7 @@ class CoordinatorServer:
     def __init__(self, config: ClusterConfig, listener: socket.socket) -> None:
         settings = config.settings
         self.config = config
-        self.acceptor = Acceptor(
-            listener, "the coordinator", config.transport.for_coordinator(), COORDINATOR
-        )
+        self.acceptor = Acceptor(listener, "the coordinator", config.transport, COORDINATOR)
         self.sizes = tuple(partition.size_bytes for partition in settings.parts)
         self.coordinator = Coordinator(
             config.owners, self.sizes, config.shards, settings.lease_s, config.replicas

@@ -50,7 +50,7 @@ class ClusterWatcher:
     ) -> None:
         self._number = number
         self._address = address
-        self._transport = transport.for_coordinator()
+        self._transport = transport
         self._first = first
         self._changed = changed
         self._placed = placed

@@ -71,11 +71,8 @@ class Transport:
     def for_parts(self, parts: Sequence[Partition]) -> Transport:
         """Return these settings with a limit that fits any partition with its optimizer state."""
         largest_bytes = max((part.size_bytes for part in parts), default=0)
-        return replace(self, limit_bytes=_STATE_FACTOR * largest_bytes + _MAX_METADATA_BYTES)
-
-    def for_coordinator(self) -> Transport:
-        """Return these settings with a limit that fits the placement of any model."""
-        return replace(self, limit_bytes=PLACEMENT_BYTES)
+        state_bytes = _STATE_FACTOR * largest_bytes + _MAX_METADATA_BYTES
+        return replace(self, limit_bytes=max(state_bytes, PLACEMENT_BYTES))
 
     def connect(
         self,
