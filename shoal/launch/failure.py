@@ -115,17 +115,12 @@ def cause_of(error: BaseException) -> BaseException:
     return cause.with_traceback(error.__traceback__)
 
 
-def signal_name(number: int) -> str:
-    """Return the name of a signal, also of a real-time one."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def end_of_process(code: int) -> str:
     """Return how a process has ended, by its exit code; a negative one is the signal."""
-    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    names = {one.value: one.name for one in signal.Signals}  # most real-time signals have none
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
 def from_exit_code(rank: int, code: int) -> Failure:

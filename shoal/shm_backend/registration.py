@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -32,7 +32,10 @@ def register_with(module: ModuleType) -> None:
     if not hasattr(module.Backend, "SHOAL"):
         module.Backend.register_backend("shoal", _create, extended_api=True, devices=["cpu"])
         module.Backend.register_backend(
-            GLOO_BACKEND_NAME, _create_gloo, extended_api=True, devices=["cpu"]
+            GLOO_BACKEND_NAME,
+            partial(_create, shared_memory=False),
+            extended_api=True,
+            devices=["cpu"],
         )
         _extend_monitored_barrier(module)
 
@@ -78,10 +81,6 @@ def _create(options: Any, backend_options: Any, shared_memory: bool = True) -> A
         str(options.group_id),
         shared_memory,
     )
-
-
-def _create_gloo(options: Any, backend_options: Any) -> Any:
-    return _create(options, backend_options, shared_memory=False)
 
 
 class _C10dFinder:
