@@ -71,7 +71,7 @@ def start(
     preload: Iterable[str] = (),
     torch_store: bool = True,
     share: HostShare | None = None,
-    is_stopped: Callable[[], bool] = lambda: False,
+    is_stopped: Callable[[], bool] | None = None,
 ) -> Ranks:
     """Start `processes` ranks, each of which calls `target(*arguments)`.
 
@@ -114,6 +114,8 @@ def start(
     share = share or HostShare(0, processes, LOOPBACK, 0, None, {"GLOO_SOCKET_IFNAME": "lo"}, None)
     with _named_end_of_fork_server():
         store, private, common = _start_stores(context, torch_store, share)
+    if is_stopped is not None and store is None:  # which starts once everything is imported
+        wait_for_imports(context)
     # Words lie by rank, also where the first ones are on other hosts.
     words = ProgressMemory(share.first_rank + processes)
     ranks = Ranks(store, private, words, limit_of_ranks(environment))
@@ -123,7 +125,7 @@ def start(
     own = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     common = {**share.variables, **own, **environment, **common}
     try:
-        for local_rank in range(0 if is_stopped() else processes):
+        for local_rank in range(0 if is_stopped and is_stopped() else processes):
             rank = share.first_rank + local_rank
             variables = {
                 **common,
