@@ -6,7 +6,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Self
 
 from shoal.launch.failure import Failure
 from shoal.launch.output import StreamName
@@ -27,33 +27,16 @@ class RankExited:
 RankEvent = RankExited | Failure | RankResult
 
 
-class RankHandle(Protocol):
-    """One rank.
-
-    Attributes:
-        number: the rank.
-        is_alive: it has not ended.
-    """
-
-    number: int
-    is_alive: bool
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the rank's own process, not to its children."""
-
-
-Handle = TypeVar("Handle", bound=RankHandle)
-
-
-class RankSet(ABC, Generic[Handle]):
+class RankSet(ABC):
     """All ranks of one world. As a context, it kills them all.
 
     Attributes:
-        all: the ranks that were started, by rank.
+        all: the ranks that were started, by rank. Each has a `number`, `is_alive` until it has
+            ended, and takes a signal to its own process alone, `signal(number)`.
         hang_limit_s: the limit after which a rank is late; 0 for none.
     """
 
-    all: list[Handle]
+    all: list[Any]
     hang_limit_s: float
 
     def __enter__(self) -> Self:
@@ -63,7 +46,7 @@ class RankSet(ABC, Generic[Handle]):
         self.kill()
 
     @property
-    def alive(self) -> list[Handle]:
+    def alive(self) -> list[Any]:
         """Those that have not ended."""
         return [rank for rank in self.all if rank.is_alive]
 

@@ -128,7 +128,7 @@ class Rank:
         stream.source.close()
 
 
-class Ranks(RankSet[Rank]):
+class Ranks(RankSet):
     """All ranks of one world on this host, and their stores.
 
     Args:
@@ -150,7 +150,7 @@ class Ranks(RankSet[Rank]):
         self._private = private
         self.progress = progress
         self.hang_limit_s = hang_limit_s
-        self.all = []
+        self.all: list[Rank] = []
         self._silence = SilenceCounter()
 
     def watch(self, timeout_s: float | None, sources: Sequence[Any] = ()) -> list[RankEvent]:

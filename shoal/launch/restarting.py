@@ -93,7 +93,7 @@ class LocalJob:
         step: int | None = imported(function)(*arguments)
         return step
 
-    def start(self, processes: int, again: bool, signals: socket.socket | None) -> RankSet[Any]:
+    def start(self, processes: int, again: bool, signals: socket.socket | None) -> RankSet:
         """Start the ranks; none where a SIGINT or SIGTERM has come meanwhile.
 
         Args:
@@ -158,7 +158,7 @@ class RestartingRun:
         self._caller: ControlConnection | None = None
         self._last_loss: tuple[str, int | None] | None = None
 
-    def run(self, ranks: RankSet[Any] | None = None) -> int:
+    def run(self, ranks: RankSet | None = None) -> int:
         """Start the ranks, again and again where that is right. Main thread only.
 
         The first failure ends the other ranks, and is printed last and in full. Ctrl-C ends all
@@ -189,7 +189,7 @@ class RestartingRun:
                 ranks = self.job.start(self.processes, True, signals)
                 self._answer(processes=self.requested, step=step)
 
-    def _supervise(self, ranks: RankSet[Any], signals: socket.socket) -> Supervision:
+    def _supervise(self, ranks: RankSet, signals: socket.socket) -> Supervision:
         """Supervise the ranks until all have ended.
 
         Return earlier where a rank is lost and a restart follows: then no rank needs to save.

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
 
 from shoal.launch.failure import Failure, from_exit_code, root_cause
 from shoal.launch.output import print_line, print_note
@@ -107,7 +106,7 @@ class Supervision:
         stop_signal: the first SIGINT or SIGTERM to this process; None before.
     """
 
-    ranks: RankSet[Any]
+    ranks: RankSet
     grace_s: float = GRACE_S
     ends_siblings: bool = True
     codes: dict[int, int] = field(default_factory=dict, init=False)
@@ -250,7 +249,7 @@ class RankMonitor:
         source: the progress of the ranks.
     """
 
-    def __init__(self, source: RankSet[Any]) -> None:
+    def __init__(self, source: RankSet) -> None:
         self._source = source
         self._stragglers = StragglerDetector()
         self._next_s = 0.0

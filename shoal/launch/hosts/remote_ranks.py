@@ -72,7 +72,7 @@ class RemoteRank:
             self._session.send(self.host, "signal", rank=self.number, signal=number)
 
 
-class RemoteRanks(RankSet[RemoteRank]):
+class RemoteRanks(RankSet):
     """All ranks of one start.
 
     Args:
