@@ -119,7 +119,7 @@ class Supervision:
     _kill_at_s: float = field(default=inf, init=False)
     # When we ended the ranks because of a failure: later failures follow from that.
     _ended_s: float = field(default=inf, init=False)
-    _is_stopping: bool = field(default=False, init=False)  # `stop` was called
+    _sent: set[int] = field(default_factory=set, init=False)  # to the ranks, so that they stop
     _monitor: RankMonitor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -163,18 +163,19 @@ class Supervision:
             self.stop_signal = number
             self._stop_signal_s = now_s
             self._kill_at_s = now_s + (KILL_S if number == signal.SIGINT else self.grace_s)
-            if self._is_stopping and number == signal.SIGTERM:
-                return  # they have one; a second could kill a rank that has saved and is ending
-            for rank in self.ranks.alive:
-                rank.signal(number)
+            self._send(number)
         elif now_s > self._stop_signal_s + REPEAT_S:
             self._kill_at_s = -inf
 
     def stop(self) -> None:
         """Make ranks save and end with EXIT_RESTART, without a time limit."""
-        self._is_stopping = True
-        for rank in self.ranks.alive:
-            rank.signal(signal.SIGTERM)
+        self._send(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        # After `stop` they have a SIGTERM; a second could kill a rank that has saved and is ending.
+        for rank in self.ranks.alive if number not in self._sent else ():
+            rank.signal(number)
+        self._sent.add(number)
 
     def exit_code(self) -> int:
         """Return the exit code of ranks that have ended. Print the root cause, if there is one."""
@@ -199,19 +200,9 @@ class Supervision:
         secondary failures do not count.
         """
         failures = self.failures
-        if self._signals_sent:
+        if self._sent:
             failures = [failure for failure in failures if not failure.is_secondary]
         return root_cause(failures) if failures else None
-
-    @property
-    def _signals_sent(self) -> set[int]:
-        """Return the signals that we sent to the ranks so that they stop."""
-        numbers: set[int] = set()
-        if self.stop_signal is not None:
-            numbers.add(self.stop_signal)
-        if self._is_stopping:
-            numbers.add(signal.SIGTERM)
-        return numbers
 
     def _on_event(self, event: RankEvent) -> None:
         match event:
@@ -225,7 +216,7 @@ class Supervision:
 
     def _on_exit(self, rank: int, code: int) -> None:
         # A shell around the program turns the signal n into the exit code 128 + n.
-        is_ours = any(code in (-number, 128 + number) for number in self._signals_sent)
+        is_ours = any(code in (-number, 128 + number) for number in self._sent)
         if code == EXIT_RESTART:
             self._kill_at_s = min(self._kill_at_s, time.monotonic() + self.grace_s)
         elif code != 0 and not is_ours and all(failure.rank != rank for failure in self.failures):
