@@ -18,7 +18,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/data": 3_310,
     "shoal/doctor": 500,
     "shoal/integrations": 750,
-    "shoal/launch": 5_780,
+    "shoal/launch": 5_760,
     "shoal/loggers": 550,
     "shoal/models": 850,
     "shoal/optim": 250,
