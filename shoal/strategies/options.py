@@ -14,8 +14,7 @@ from math import inf
 from typing import ClassVar
 
 from shoal.comm import compression_spec
-from shoal.comm.algorithms.algorithm_names import refuse_unknown
-from shoal.errors import problems_of, raise_problems
+from shoal.errors import did_you_mean, problems_of, raise_problems
 from shoal.strategies.pipeline.schedules import SCHEDULES, problems
 
 
@@ -91,6 +90,10 @@ class RecomputeOptions(StrategyOptions):
             yield f"recompute={self.every}: every k-th unit, with k from 1 on"
 
 
+ALLREDUCES = ("backend", "ring", "tree", "hierarchical")
+"""Algorithms of ddp; `backend` is the all-reduce of the process group itself."""
+
+
 @dataclass(frozen=True)
 class DdpOptions(StrategyOptions):
     """Options of distributed data parallel.
@@ -112,7 +115,9 @@ class DdpOptions(StrategyOptions):
 
     def _problems(self) -> Iterator[str]:
         yield from _positive("bucket_mb", self.bucket_mb, f"{self.bucket_mb:g}")
-        yield from problems_of(lambda: refuse_unknown(self.allreduce))
+        if self.allreduce not in ALLREDUCES:
+            hint = did_you_mean(self.allreduce, ALLREDUCES)
+            yield f"allreduce={self.allreduce}: not known; {hint}"
         yield from problems_of(lambda: compression_spec.read(self.compress, powersgd=True))
 
 

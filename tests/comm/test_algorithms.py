@@ -12,8 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.comm.algorithms import ring, tree
-from shoal.comm.algorithms.send_recv import PairwiseLink
+from shoal.comm.algorithms import PairwiseLink, ring, tree
 from shoal.comm.axis import Axis
 from shoal.errors import CollectiveFailed
 from shoal.shm_backend.registration import GLOO_BACKEND_NAME
@@ -87,7 +86,7 @@ def test_only_the_bits_of_a_ring_depend_on_the_position(ranks: int) -> None:
 
 
 def _places() -> tuple[bool, ...]:
-    return tuple(_place_matters(module.all_reduce) for module in (ring, tree))
+    return tuple(_place_matters(reduce) for reduce in (ring, tree))
 
 
 def _place_matters(reduce: Reduce) -> bool:
@@ -181,6 +180,6 @@ def _waits() -> bool:
         store.wait(["the other has failed"])
         return True
     with pytest.raises(CollectiveFailed, match=r"rank 1 waited 1 s in recv\(.* for rank 0"):
-        PairwiseLink(group).receive(torch.ones(3), 0)
+        PairwiseLink(group).exchange(receive=(torch.ones(3), 0))
     store.set("the other has failed", "")
     return True

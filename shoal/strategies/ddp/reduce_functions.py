@@ -18,9 +18,14 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.algorithms import hierarchical, ring, tree
-from shoal.comm.algorithms.hierarchical import hosts_of, new_host_group
-from shoal.comm.algorithms.send_recv import PairwiseLink
+from shoal.comm.algorithms import (
+    PairwiseLink,
+    hierarchical,
+    hosts_of,
+    new_host_group,
+    ring,
+    tree,
+)
 from shoal.comm.axis import Axis, new_group
 from shoal.comm.compression.base import BucketEntry, CompressedReducer
 from shoal.comm.deterministic import mean, needs_order, rank_order_mean
@@ -30,7 +35,7 @@ WORLD_CHANGED_MESSAGE = (
     "compress: the number of ranks has changed, and what messages had left out was each rank's "
     "own: it is lost, and the memories begin at zero"
 )
-PAIRWISE = {"ring": ring.all_reduce, "tree": tree.all_reduce}
+PAIRWISE = {"ring": ring, "tree": tree}
 POSITION_NOTE = (
     "note: this all-reduce adds in an order that depends on where in which bucket a number lies, "
     "so a run that is stopped and resumed can differ from an undisturbed one in the last bit. With "
@@ -111,7 +116,7 @@ class NamedMean(ReduceFunction):
         leaders = [members.index(ranks[0]) for ranks in hosts]
         if name == "hierarchical":
             self._sum: Callable[[Tensor], None] | None = partial(
-                hierarchical.all_reduce,
+                hierarchical,
                 host_group=new_host_group(hosts_of_groups),
                 leaders=PairwiseLink(group, leaders) if axis.rank in leaders else None,
             )
@@ -143,9 +148,7 @@ class CompressedMean(ReduceFunction):
     def __init__(self, compression: CompressedReducer, axis: Axis) -> None:
         super().__init__(axis)
         self.compression = compression
-        self.strategy_state = (
-            ErrorFeedbackState(compression) if compression.has_error_feedback else STATELESS
-        )
+        self.strategy_state = ErrorFeedbackState(compression) if compression.has_error_feedback else STATELESS
 
     def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
         if members:

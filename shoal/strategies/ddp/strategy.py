@@ -22,7 +22,7 @@ Three rules hold in both layouts:
     parameters.
 [3] *Sums have one order.* On the CPU every gradient is summed in the order of ranks (by the
     backend, or by `comm/deterministic.py`), so a resumed run gives the bits of an uninterrupted
-    one. With `allreduce=` the order is that of the named algorithm (`comm/algorithms`).
+    one. With `allreduce=` the order is that of the named algorithm (`comm/algorithms.py`).
 
 Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB
 2020.
