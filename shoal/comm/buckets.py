@@ -4,14 +4,13 @@ A message for each small tensor would cost more in latency than in transfer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from itertools import groupby
 from typing import TypeVar
 
 from torch import Tensor
 
 from shoal.comm.norm import to_local
-from shoal.platform.tensors import flatten_tensors, unflatten_tensors
 
 T = TypeVar("T", bound=Tensor)
 
@@ -33,18 +32,3 @@ def bucketize(tensors: Iterable[T], size_bytes: int) -> list[list[T]]:
             buckets[-1].append(tensor)
             filled_bytes += tensor_bytes
     return buckets
-
-
-def apply_flattened(
-    function: Callable[[Tensor], Tensor],
-    tensors: Sequence[Tensor],
-) -> list[Tensor]:
-    """Call `function` once for all `tensors`, flattened one after the other.
-
-    Args:
-        function: returns as many elements as it is given; its dtype is the result's.
-        tensors: at least one, of one dtype.
-
-    Returns: views of the result of `function`, in the shapes of `tensors`.
-    """
-    return unflatten_tensors(function(flatten_tensors(tensors)), tensors)

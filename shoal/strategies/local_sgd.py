@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 
 from shoal.comm.axis import Axis
-from shoal.comm.buckets import apply_flattened, bucketize
+from shoal.comm.buckets import bucketize
 from shoal.comm.deterministic import mean
 from shoal.comm.mesh import Mesh
 from shoal.costs.step_cost import SentMessage, StepCost, total
 from shoal.errors import StrategyRefused
-from shoal.platform.tensors import MIB, accumulation_dtype
+from shoal.platform.tensors import MIB, accumulation_dtype, flatten_tensors, unflatten_tensors
 from shoal.platform.torch_private.module_state import NormBase
 from shoal.strategies.base import STOP, Forward, LocalBatch, LocalModel, StepResult, Strategy
 from shoal.strategies.buffer_versions import changed_since, mutable_buffers, snapshot
@@ -251,12 +251,9 @@ class LocalSgdStep(StrategyState):
 
     def _means(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return means over ranks of tensors that are sent in one message, in float32 at least."""
-
-        def mean_of(flat: Tensor) -> Tensor:
-            flat = flat.to(accumulation_dtype(flat.dtype))
-            return mean(flat, self.data) if self.data.size > 1 else flat
-
-        return apply_flattened(mean_of, tensors)
+        flat = flatten_tensors(tensors)
+        flat = flat.to(accumulation_dtype(flat.dtype))
+        return unflatten_tensors(mean(flat, self.data) if self.data.size > 1 else flat, tensors)
 
     def _share_buffers(self) -> None:
         """Broadcast the first rank's buffers, as far as a rank has changed them. Collective.

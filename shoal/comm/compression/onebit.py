@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.comm.compression.base import read, write
-from shoal.comm.compression.error_feedback import add_residual
+from shoal.comm.compression.base import add_residual, read, write
 
 GATHER = 0x0102040810204080
 """A factor that collects bits: eight bytes of 0 or 1, read as one little-endian integer and

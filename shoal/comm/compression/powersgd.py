@@ -30,11 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.buckets import apply_flattened
 from shoal.comm.compression.base import BucketEntry, CompressedReducer
-from shoal.comm.compression.error_feedback import ErrorFeedback
 from shoal.comm.deterministic import rank_order_mean
-from shoal.platform.tensors import accumulation_dtype
+from shoal.platform.tensors import accumulation_dtype, flatten_tensors, unflatten_tensors
 
 
 @dataclass
@@ -54,11 +52,11 @@ class PowerSgd(CompressedReducer):
     Args: rank: r, at least 1.
     """
 
+    prefixes = ("left_out.", "guess.")  # the memory, and Q of the last step
+
     def __init__(self, rank: int) -> None:
+        super().__init__()
         self.rank = rank
-        self.memory = ErrorFeedback("left_out.")
-        self.guesses = ErrorFeedback("guess.")  # Q of the last step
-        super().__init__(self.memory, self.guesses)
 
     def mean(
         self, flat: Tensor, members: Sequence[BucketEntry], group: dist.ProcessGroup | None
@@ -90,10 +88,10 @@ class PowerSgd(CompressedReducer):
         gradient = piece.view(member.shape[0], -1)
         dtype = accumulation_dtype(piece.dtype)
         m = gradient.to(dtype, copy=True)
-        residual = self.memory.saved.get(member.name)
+        residual = self.saved["left_out."].get(member.name)
         if residual is not None:
             m += residual.to(m.device).view_as(m)
-        guess = self.guesses.saved.get(member.name)
+        guess = self.saved["guess."].get(member.name)
         if guess is None:
             # The seed is the name, so that Q is the same on all ranks and in every run.
             generator = torch.Generator().manual_seed(zlib.crc32(member.name.encode()))
@@ -105,15 +103,14 @@ class PowerSgd(CompressedReducer):
         """Write P Q^T into the bucket, and draft the residual."""
         matrix.gradient.copy_(matrix.p @ matrix.q.T)
         # The bucket may have a narrower dtype; the residual includes that rounding.
-        self.memory.drafts[matrix.name] = (matrix.m - matrix.gradient).flatten()
-        self.guesses.drafts[matrix.name] = matrix.q
+        self.drafts["left_out."][matrix.name] = (matrix.m - matrix.gradient).flatten()
+        self.drafts["guess."][matrix.name] = matrix.q
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        self.memory.load(state)
+        super().load(state)
         # A guess of another rank does not fit: the run may resume with another `powersgd=R`.
-        self.guesses.load(
-            {n: q for n, q in state.items() if q.dim() == 2 and q.shape[1] == self.rank}
-        )
+        guesses = self.saved["guess."].items()
+        self.saved["guess."] = {name: q for name, q in guesses if q.shape[1] == self.rank}
 
     def _gets_smaller(self, shape: torch.Size) -> bool:
         """Return True if P and Q have fewer elements than a parameter of this shape."""
@@ -127,4 +124,4 @@ def _means(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[T
     """Average tensors over ranks in one message. Collective, unless there are no tensors."""
     if not tensors:
         return []
-    return apply_flattened(lambda flat: rank_order_mean(flat, group), tensors)
+    return unflatten_tensors(rank_order_mean(flatten_tensors(tensors), group), tensors)

@@ -148,7 +148,7 @@ class CompressedMean(ReduceFunction):
     def __init__(self, compression: CompressedReducer, axis: Axis) -> None:
         super().__init__(axis)
         self.compression = compression
-        self.strategy_state = ErrorFeedbackState(compression) if compression.has_error_feedback else STATELESS
+        self.strategy_state = ErrorFeedbackState(compression) if compression.prefixes else STATELESS
 
     def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
         if members:
