@@ -16,13 +16,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor
 
 from shoal.comm.axis import Axis
-from shoal.comm.mappings import all_gather_dim, gather_from_region, local_slice
+from shoal.comm.mappings import all_gather_dim, conjugate, gather_from_region, local_slice
 from shoal.errors import StrategyRefused
 from shoal.platform.tensors import dense_strides, in_memory_order, is_in_order
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
@@ -124,7 +124,22 @@ class LazyGatherTensor(Tensor):
         """
         length = axis.size * local.shape[shard_dim] if length is None else length
         order = tuple(range(local.dim())) if memory_order is None else tuple(memory_order)
-        made: Any = _FromLocal.apply(local, cls, axis, shard_dim, length, order)
+        shape = (*local.shape[:shard_dim], length, *local.shape[shard_dim + 1 :])
+
+        def without_values(x: Tensor) -> Tensor:
+            strides = dense_strides(shape, order)
+            made = make_wrapper_subclass(
+                cls, shape, strides=strides, dtype=x.dtype, device=x.device
+            )
+            return cast(Tensor, made)
+
+        # Whoever takes the wrapper as a full tensor gives it a full gradient.
+        made: Any = conjugate(
+            local,
+            lambda x: all_gather_dim(x, axis, shard_dim, length),
+            lambda x: local_slice(x, axis, shard_dim).contiguous(),
+            without_values,
+        )
         made.local = local
         made.axis = axis
         made.shard_dim = shard_dim
@@ -220,7 +235,18 @@ class LazyGatherTensor(Tensor):
         if self.written:
             raise StrategyRefused(WRITE_MESSAGE.format(what="an autograd.Function"))
         with torch.inference_mode(False), torch.enable_grad():
-            self.local = _ToLocal.apply(self, self.local)
+            axis, dim, length, local = (
+                self.axis,
+                self.shard_dim,
+                self.shape[self.shard_dim],
+                self.local,
+            )
+            self.local = conjugate(
+                self,
+                lambda x: local_slice(x, axis, dim).contiguous(),
+                lambda x: all_gather_dim(x, axis, dim, length),
+                lambda _: local.detach(),
+            )
             self._full = None
 
 
@@ -240,53 +266,6 @@ def _shard_rule(
 
 def _full_tensors(nest: Any) -> Any:
     return tree_map_only(LazyGatherTensor, lambda item: item.full_tensor, nest)
-
-
-class _FromLocal(torch.autograd.Function):
-    """The wrapper of a shard. Whoever takes it as a full tensor gives it a full gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        local: Tensor,
-        wrapper_class: type[LazyGatherTensor],
-        axis: Axis,
-        shard_dim: int,
-        length: int,
-        memory_order: tuple[int, ...],
-    ) -> Any:
-        ctx.axis = axis
-        ctx.shard_dim = shard_dim
-        shape = (*local.shape[:shard_dim], length, *local.shape[shard_dim + 1 :])
-        return make_wrapper_subclass(
-            wrapper_class,
-            shape,
-            strides=dense_strides(shape, memory_order),
-            dtype=local.dtype,
-            device=local.device,
-        )
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        check_first_derivative()
-        local = local_slice(gradient, ctx.axis, ctx.shard_dim).contiguous()
-        return local, None, None, None, None, None
-
-
-class _ToLocal(torch.autograd.Function):
-    """The shard of a wrapper. Its gradients are gathered for the wrapper."""
-
-    @staticmethod
-    def forward(ctx: Any, wrapper: LazyGatherTensor, local: Tensor) -> Tensor:
-        ctx.axis = wrapper.axis
-        ctx.shard_dim = wrapper.shard_dim
-        ctx.length = wrapper.shape[wrapper.shard_dim]
-        return local.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        check_first_derivative()
-        return all_gather_dim(gradient, ctx.axis, ctx.shard_dim, ctx.length), None
 
 
 METADATA_FUNCTIONS = {
@@ -309,8 +288,8 @@ def check_first_derivative() -> None:
     if torch.is_grad_enabled():
         raise StrategyRefused(
             "tensor: compute_loss differentiates a gradient (create_graph=True), through a layer "
-            "in slices that knows first derivatives only: of logits, or of tokens. Leave "
-            "out sequence, keep the layer whole by the strategy's option `whole`, or use ddp."
+            "of tokens in slices, which knows first derivatives only. Leave out sequence, keep the "
+            "layer whole by the strategy's option `whole`, or use ddp."
         )
 
 

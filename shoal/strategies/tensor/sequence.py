@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import copy_to_region, local_slice, reduce_from_region, slice_to_region
-from shoal.platform.tensors import flatten_tensors, is_in_order, unflatten_tensors
+from shoal.platform.tensors import is_in_order
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
 from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
 from shoal.strategies.tensor.lazy_gather import (
@@ -206,27 +206,10 @@ def _layer_norm(
     is_replicated = all(type(each) in (Tensor, nn.Parameter) for each in parameters)
     if not is_replicated or x.shard_dim >= x.dim() - len(normalized_shape):
         return NotImplemented
-    copies = iter(_CopyAllToRegion.apply(x.axis, *parameters) if parameters else ())
-    weight, bias = (None if each is None else next(copies) for each in (weight, bias))
+    if parameters:  # one message for the gradients of both, which have one shape
+        copies = iter(copy_to_region(torch.stack(parameters), x.axis).unbind())
+        weight, bias = (None if each is None else next(copies) for each in (weight, bias))
     return x.like(F.layer_norm(x.local, normalized_shape, weight, bias, eps))
-
-
-class _CopyAllToRegion(torch.autograd.Function):
-    """`copy_to_region` for several tensors, with one message for their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis = axis
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        check_first_derivative()
-        present = [gradient for gradient in gradients if gradient is not None]
-        sums = iter(unflatten_tensors(ctx.axis.all_reduce(flatten_tensors(present)), present))
-        return None, *(
-            None if gradient is None else next(sums).to(gradient.dtype) for gradient in gradients
-        )
 
 
 def _rms_norm(

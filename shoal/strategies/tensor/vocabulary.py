@@ -32,7 +32,6 @@ from shoal.platform.torch_private.kernels import assert_async
 from shoal.strategies.tensor.lazy_gather import (
     AUTOGRAD_FUNCTIONS,
     LazyGatherTensor,
-    check_first_derivative,
 )
 from shoal.strategies.tensor.region import local_shard, reduce_scatter_sequence, to_column_input
 
@@ -159,11 +158,43 @@ def _cross_entropy(
     if torch.is_autocast_enabled(local.device.type) and local.dtype.itemsize < 4:
         local = local.float()
     rows, targets = local.view(-1, local.shape[-1]), target.reshape(-1)
-    losses: Tensor = _CrossEntropy.apply(rows, targets, ignore_index, label_smoothing, x.axis)
+    losses = _losses(rows, targets, targets != ignore_index, label_smoothing, x.axis)
     if reduction == "none":
         return losses.view(target.shape)
     total = losses.sum()
     return total / (target != ignore_index).sum() if reduction == "mean" else total
+
+
+def _losses(
+    logits: Tensor, target: Tensor, is_counted: Tensor, smoothing: float, axis: Axis
+) -> Tensor:
+    """Return losses in nats, (rows,), 0 for rows that are not counted; the same on every rank.
+
+    Of logits (rows, V/T), this rank's, and targets (rows,), int64 in [0, V) where they are counted.
+    Sends the largest logit of each row, then 2 numbers a row, 3 with label smoothing.
+    """
+    words_per_rank = logits.shape[1]
+    num_words = words_per_rank * axis.size
+    is_valid = ~is_counted | ((target >= 0) & (target < num_words))
+    assert_async(is_valid.all(), f"a target is none of {num_words} words")
+
+    # exp(x - max) cannot overflow; the maximum cancels in the loss.
+    largest = axis.all_reduce_max(logits.detach().max(dim=1).values)
+    shifted = logits - largest.unsqueeze(1)
+
+    local_target = target - axis.rank * words_per_rank
+    is_local = is_counted & (local_target >= 0) & (local_target < words_per_rank)
+    local_target = torch.where(is_local, local_target, 0).unsqueeze(1)
+    target_logits = torch.where(is_local, shifted.gather(1, local_target).squeeze(1), 0.0)
+
+    terms = [shifted.exp().sum(1), target_logits]
+    if smoothing:
+        terms.append(shifted.sum(1))
+    sums = reduce_from_region(torch.stack(terms), axis)
+    losses = sums[0].log() - (1 - smoothing) * sums[1]
+    if smoothing:
+        losses = losses - smoothing / num_words * sums[2]
+    return losses.masked_fill(~is_counted, 0.0)
 
 
 VocabParallelLogits.shard_functions = {
@@ -184,55 +215,3 @@ VocabParallelLogits.shard_functions = {
     Tensor.contiguous: _elementwise(Tensor.contiguous),
     Tensor.clone: _elementwise(Tensor.clone),
 }
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Losses in nats, (rows,), 0 for ignored rows; the same on every rank.
-
-    Of logits (rows, V/T), this rank's, and targets (rows,), int64 in [0, V) or `ignore_index`.
-    Sends the largest logit of each row, then 2 numbers a row, 3 with label smoothing.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, axis: Axis
-    ) -> Tensor:
-        words_per_rank = logits.shape[1]
-        num_words = words_per_rank * axis.size
-        is_counted = target != ignore_index
-        is_valid = ~is_counted | ((target >= 0) & (target < num_words))
-        assert_async(is_valid.all(), f"a target is none of {num_words} words")
-
-        # exp(x - max) cannot overflow; the maximum cancels in the loss.
-        largest = axis.all_reduce_max(logits.max(dim=1).values)
-        shifted = logits - largest.unsqueeze(1)
-
-        local_target = target - axis.rank * words_per_rank
-        is_local = is_counted & (local_target >= 0) & (local_target < words_per_rank)
-        local_target = torch.where(is_local, local_target, 0).unsqueeze(1)
-        target_logits = torch.where(is_local, shifted.gather(1, local_target).squeeze(1), 0.0)
-
-        exponentials = shifted.exp()
-        terms = [exponentials.sum(1), target_logits]
-        if smoothing:
-            terms.append(shifted.sum(1))
-        sums = axis.all_reduce(torch.stack(terms))
-        losses = sums[0].log() - (1 - smoothing) * sums[1]
-        if smoothing:
-            losses -= smoothing / num_words * sums[2]
-
-        probabilities = exponentials.div_(sums[0].unsqueeze(1))
-        ctx.save_for_backward(probabilities, local_target, is_local, is_counted)
-        ctx.smoothing = smoothing
-        ctx.num_words = num_words
-        return losses.masked_fill_(~is_counted, 0.0)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        check_first_derivative()
-        probabilities, local_target, is_local, is_counted = ctx.saved_tensors
-        result = probabilities - ctx.smoothing / ctx.num_words
-        at_target = -(1 - ctx.smoothing) * is_local.to(result.dtype).unsqueeze(1)
-        result.scatter_add_(1, local_target, at_target)
-        row_gradient = torch.where(is_counted, gradient, 0.0).unsqueeze(1)
-        return result * row_gradient, None, None, None, None

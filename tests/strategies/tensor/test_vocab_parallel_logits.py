@@ -10,6 +10,7 @@ from torch import Tensor
 
 import shoal
 from shoal.comm.axis import Axis
+from shoal.comm.mappings import copy_to_region
 from shoal.errors import StrategyRefused
 from shoal.strategies.tensor.vocabulary import VocabParallelLogits
 from shoal.testing import world
@@ -142,9 +143,27 @@ def refused_writes(axis: Axis) -> list[str]:
     return messages
 
 
+def largest_difference_of_a_penalty(axis: Axis) -> float:
+    """Return the largest difference of the head's gradient where the slope of the loss is in it."""
+    whole, own = logits_and_slice(axis)
+    hidden, head = torch.ones(5, 5, dtype=torch.float64, requires_grad=True), whole.detach()
+    head = head.requires_grad_()
+
+    def penalty(logits: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, TARGET, label_smoothing=0.1) + 0.1 * logits.exp().mean()
+        (slope,) = torch.autograd.grad(loss, hidden, create_graph=True)
+        return loss + slope.square().sum()
+
+    expected = penalty(hidden @ head)
+    found = penalty(VocabParallelLogits.of(copy_to_region(hidden, axis) @ head[:, own], axis))
+    (of_all,), (of_slices,) = (torch.autograd.grad(loss, head) for loss in (expected, found))
+    return (of_all - of_slices)[:, own].abs().max().item()
+
+
 def run_all() -> tuple[dict[str, float], list[str]]:
     axis = shoal.init("tensor=2", announce=lambda _: None).mesh.tensor
-    return {loss.__name__: largest_difference(loss, axis) for loss in LOSSES}, refused_writes(axis)
+    found = {loss.__name__: largest_difference(loss, axis) for loss in LOSSES}
+    return found | {"penalty": largest_difference_of_a_penalty(axis)}, refused_writes(axis)
 
 
 def test_a_loss_of_divided_logits_is_that_of_all_logits() -> None:
