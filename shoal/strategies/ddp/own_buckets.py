@@ -44,10 +44,10 @@ from shoal.strategies.base import (
     StepResult,
     no_op,
 )
-from shoal.strategies.buffer_versions import BufferSync
 from shoal.strategies.ddp.gradient_reducer import GradientReducer
 from shoal.strategies.ddp.reduce_functions import RankOrderMean, ReduceFunction
 from shoal.strategies.grad_checks import accumulated_twice_error
+from shoal.strategies.buffer_versions import BufferSync
 
 Wait = Callable[[], object]
 """Waits for a mean that is not finished."""
@@ -71,10 +71,6 @@ class Bucket:
     @property
     def dtype(self) -> torch.dtype:
         return self.parameters[0].dtype
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by name."""
-        return {e.name: p for e, p in zip(self.members, self.parameters, strict=True)}
 
     def pack(self) -> Tensor:
         """Return the gradients one after the other, zeros for missing ones."""
@@ -103,52 +99,6 @@ class Bucket:
         if gradients:
             foreach_copy_(gradients, found)
         return names
-
-
-class LastBucket(Bucket):
-    """The last bucket of a small model, and the message that it shares with totals and flags.
-
-    Its gradients are views of the message after a step, so that nothing is copied back.
-
-    Args: num_flags: of this message.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], num_flags: int) -> None:
-        super().__init__(parameters)
-        sizes = [*(member.count for member in self.members), TOTALS_LENGTH, num_flags]
-        self.message = torch.zeros(sum(sizes), dtype=self.dtype)
-        *pieces, self.totals, self._flags = self.message.split(sizes)
-        self.gradients = self.message[: sum(sizes[:-2])]
-        self._views = [
-            piece.as_strided(parameter.shape, torch.empty_like(parameter).stride())
-            for parameter, piece in zip(self.parameters, pieces, strict=True)
-        ]
-        self._known_flags: Sequence[float] = ()  # content of `_flags`
-
-    def fill(self, totals: Tensor, flags: Sequence[bool]) -> None:
-        """Copy this rank's gradients, totals and flags to the message."""
-        targets, sources = [self.totals], [totals]
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                targets.append(view)
-                sources.append(dense(parameter.grad))
-        if flags != self._known_flags:
-            targets.append(self._flags)
-            sources.append(torch.tensor(flags, dtype=self.dtype))
-        foreach_copy_(targets, sources)
-        self._known_flags = ()  # unknown while the message is sent, also after an error
-
-    def means(self) -> tuple[Tensor, list[float]]:
-        """Return the means of the totals and of the flags."""
-        self._known_flags = found = self._flags.tolist()
-        return self.totals.clone(), found  # the next step overwrites them
-
-    def unpack(self, means: Tensor, used: Iterator[bool]) -> list[str]:
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.grad = view.detach() if next(used) else None  # to be written in place
-        return []
 
 
 def bucketize_backward(parameters: Mapping[str, nn.Parameter], bucket_mb: float) -> list[Bucket]:
@@ -196,20 +146,16 @@ class OwnBuckets(GradientReducer):
         overlaps: bool,
     ) -> None:
         super().__init__(model, reduce, axis.size)
-        self.buckets = [*buckets]
+        self.buckets = buckets
         self._axis = axis
         self._overlaps = overlaps
         self._buffers = BufferSync(model.module, axis)
-        self._last: LastBucket | None = None
-        if (
+        self._joins_last = (
             not overlaps
             and axis.device.type == "cpu"
             and isinstance(reduce, RankOrderMean)
             and {bucket.dtype for bucket in buckets} in ({torch.float32}, {torch.float64})
-            and not any(isinstance(p, DTensor) for p in buckets[-1].parameters)
-        ):
-            num_flags = sum(len(bucket.parameters) for bucket in buckets) + 1
-            self._last = self.buckets[-1] = LastBucket(buckets[-1].named_parameters(), num_flags)
+        )
         self._is_last_pass: bool | None = None  # None outside of passes: hooks do nothing
         self._sent: list[tuple[Tensor, Wait]] = []
         self._hooks = [
@@ -243,7 +189,7 @@ class OwnBuckets(GradientReducer):
     def finish_step(self, totals: Tensor) -> Tensor:
         flags = [p.grad is not None for bucket in self.buckets for p in bucket.parameters]
         flags.append(self._buffers.changed())
-        while len(self._sent) < len(self.buckets) - (self._last is not None):
+        while len(self._sent) < len(self.buckets) - self._joins_last:
             self._send_next()
         means, (*used, changed) = self._exchange_totals(totals, flags)
         self._buffers.record_change(changed)
@@ -269,23 +215,20 @@ class OwnBuckets(GradientReducer):
 
         After the backward pass of a small model the last bucket is sent with them.
         """
-        if self._last is not None:
-            self._last.fill(totals, flags)
-            self._look(self._last, self._last.gradients)
-            if self.model.finite_check.found:
-                self._last.totals[NONFINITE] = 1.0
-            self._start_mean(self._last.message)()
-            self._sent.append((self._last.gradients, no_op))
-            means, shares = self._last.means()
-            return means, [share > 0 for share in shares]
         to_host = self._axis.host_device != totals.device
         # Nobody may wait for a GPU to read flags, so they go over the CPU.
         own = totals.new_tensor([] if to_host else flags, dtype=torch.float64)
-        message = torch.cat((totals.to(torch.float64), own))
+        last = self.buckets[-1] if self._joins_last else None
+        gradients = own[:0] if last is None else last.pack()
+        message = torch.cat((gradients, *(x.to(gradients.dtype) for x in (totals, own))))
+        gradients, means, found = message.split([len(gradients), TOTALS_LENGTH, len(own)])
+        if last is not None:
+            self._look(last, gradients)
         if self.model.finite_check.found:
-            message[NONFINITE] = 1.0
+            means[NONFINITE] = 1.0
         self._start_mean(message)()
-        means, found = message.split([TOTALS_LENGTH, len(own)])
+        if last is not None:
+            self._sent.append((gradients, no_op))
         used = self._axis.sum_of_host_numbers(flags) if to_host else found.tolist()
         return means, [share > 0 for share in used]
 
@@ -295,12 +238,10 @@ class OwnBuckets(GradientReducer):
         if name not in bucket.missing:
             raise accumulated_twice_error(name)
         bucket.missing.remove(name)
-        while self._is_last_pass and not self._next_is_missing():
+        while self._is_last_pass and len(self._sent) < len(self.buckets):
+            if self.buckets[len(self._sent)].missing:
+                return
             self._send_next()
-
-    def _next_is_missing(self) -> bool:
-        """Return True if no bucket is left, or the next one still misses gradients."""
-        return len(self._sent) == len(self.buckets) or bool(self.buckets[len(self._sent)].missing)
 
     def _send_next(self) -> None:
         """Start the mean of the next bucket. Collective."""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from shoal.comm.mappings import conjugate
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.strategies.ddp import gradient_reducer
-from shoal.strategies.ddp.own_buckets import LastBucket, OwnBuckets
-from shoal.strategies.pipeline.p2p import StageComm
+from shoal.strategies.ddp.own_buckets import Bucket, OwnBuckets
 from shoal.strategies.pipeline.ties import Ties
+from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.tensor import region, vocabulary
 from shoal.strategies.zero import sharded_step
 from tests.mutants.catalog.shoal_bugs import WithShoal
@@ -79,17 +79,16 @@ class DDPLeavesOneOut(Replaced):
     cause=("wrong gradient", "missing gradient"),
 )
 class DDPSendsEarlier(Replaced):
-    owner, function = LastBucket, "fill"
+    owner, function = Bucket, "pack"
 
     def wrong(self, right: Callable[..., Any]) -> Any:
         sent: list[Tensor] = []
 
-        def fill(bucket: Any, *totals_and_flags: Any) -> None:
-            right(bucket, *totals_and_flags)
-            sent.append(bucket.gradients.clone())
-            bucket.gradients.copy_(sent[max(0, len(sent) - 2)])
+        def pack(bucket: Any) -> Tensor:
+            sent.append(right(bucket))
+            return sent[max(0, len(sent) - 2)].clone()
 
-        return fill
+        return pack
 
 
 @planted(
