@@ -41,7 +41,7 @@ def rank_order_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> T
         return tensor
     if (gloo := gloo_group(tensor, group)) is not None:
         flat = tensor.detach().reshape(-1)
-        pairwise_exchange.all_reduce(gloo, flat, "avg")
+        pairwise_exchange.average(gloo, flat)
         if flat.data_ptr() != tensor.data_ptr():  # `reshape` has made a copy
             tensor.copy_(flat.view_as(tensor))
         return tensor

@@ -155,7 +155,12 @@ def init_mesh(place: RankInfo, helpers: bool, degrees: ParallelDims) -> Mesh:
     spawner = HelperSpawner() if helpers and place.local_rank == 0 else None
     device = _device(place)
     if place.world > 1 and not dist.is_initialized():
-        _init_default_group(place, device)
+        backend = GPU_BACKENDS if device.type == "cuda" else "cpu:shoal"
+        # So long that the launcher, whose limit this is, speaks before every rank does.
+        timeout = timedelta(seconds=TIMEOUT_LIMITS * own_progress().hang_limit_s)
+        join_world(place, backend, max(TIMEOUT, timeout))
+        # A group that is open while the interpreter shuts down can end a good run with an error.
+        atexit.register(shutdown)
     mesh = Mesh(place.rank, place.world, device, place=place, helper_spawner=spawner)
     return mesh.divided(degrees, helpers)
 
@@ -255,22 +260,6 @@ def join_world(place: RankInfo, backend: str, timeout: timedelta) -> None:
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout
     )
-
-
-def collective_timeout(hang_limit_s: float) -> timedelta:
-    """Return the timeout of collectives: so long that the launcher speaks before every rank does.
-
-    Args: hang_limit_s: the launcher's limit; 0 for none.
-    """
-    return max(TIMEOUT, timedelta(seconds=TIMEOUT_LIMITS * hang_limit_s))
-
-
-def _init_default_group(place: RankInfo, device: torch.device) -> None:
-    """Make the default process group, and close it at exit. Collective."""
-    backend = GPU_BACKENDS if device.type == "cuda" else "cpu:shoal"
-    join_world(place, backend, collective_timeout(own_progress().hang_limit_s))
-    # A group that is open while the interpreter shuts down can end a good run with an error.
-    atexit.register(shutdown)
 
 
 def _world_group() -> dist.ProcessGroup:

@@ -1,4 +1,4 @@
-"""All-reduce over Gloo in the order of ranks, in the time of a ring.
+"""The mean over Gloo in the order of ranks, in the time of a ring.
 
 A ring begins each chunk on another rank, so its sums have another order in each chunk. Here every
 rank reduces one chunk of a slice from rank 0 upwards, and so it needs the terms of all ranks. In
@@ -55,22 +55,21 @@ class ExchangeStep(NamedTuple):
     distance: int
 
 
-def all_reduce(gloo: Any, tensor: Tensor, operation: str) -> None:
-    """Reduce `tensor` over all ranks in the order of ranks, in place, with the same bits on each.
+def average(gloo: Any, tensor: Tensor) -> None:
+    """Average `tensor` over all ranks in the order of ranks, in place, with the same bits on each.
     Collective.
 
     Args:
         gloo: a process group whose messages go through Gloo, or its Gloo backend.
         tensor: flat and contiguous.
-        operation: as for `reduce_into`.
     """
     if gloo.size() > 1 and tensor.numel():
-        _PairwiseExchange(gloo, tensor, operation).run()
+        _PairwiseExchange(gloo, tensor).run()
 
 
 class _PairwiseExchange:
-    def __init__(self, gloo: Any, tensor: Tensor, operation: str) -> None:
-        self.gloo, self.operation = gloo, operation
+    def __init__(self, gloo: Any, tensor: Tensor) -> None:
+        self.gloo = gloo
         self.rank, self.size = gloo.rank(), gloo.size()
         share = -(-tensor.numel() // self.size)
         length = min(share, max(1, CHUNK_BYTES // tensor.element_size()))
@@ -127,7 +126,7 @@ class _PairwiseExchange:
             ]
             # The first addition overwrites its result, which must not be a later term.
             result = out if self.rank < 2 else terms[0]
-            reduce_into(result, terms, self.operation)
+            reduce_into(result, terms, "avg")
             if result is not out:
                 out.copy_(result)
 

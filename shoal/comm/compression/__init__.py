@@ -22,12 +22,7 @@ from shoal.comm.compression.powersgd import PowerSgd
 from shoal.comm.compression.topk import TopK
 from shoal.comm.compression_spec import read
 
-PLAIN: dict[str, Compression | None] = {
-    "none": None,
-    "bf16": Bf16(),
-    "fp16": Fp16(),
-    "onebit": OneBit(),
-}
+CODECS: dict[str, Compression] = {"bf16": Bf16(), "fp16": Fp16(), "onebit": OneBit()}
 """The compressions without a parameter."""
 
 
@@ -40,7 +35,7 @@ def parse(text: str) -> Compression | None:
         outside its range.
     """
     name, number = read(text)
-    return TopK(number) if name == "topk" else PLAIN[name]
+    return TopK(number) if name == "topk" else CODECS.get(name)
 
 
 def parse_reducer(text: str) -> CompressedReducer | None:

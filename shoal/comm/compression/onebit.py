@@ -51,7 +51,10 @@ class OneBit:
 
     def decode(self, message: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         means, packed = read(message, (dtype, 2), (torch.uint8, _bytes(count)))
-        return _means_of_bytes(means).index_select(0, packed.to(torch.int32)).view(-1)[:count]
+        # The eight elements that each byte encodes, (256, 8).
+        byte, bit = torch.arange(256, device=means.device), torch.arange(8, device=means.device)
+        of_bytes = means[byte[:, None] >> bit & 1]
+        return of_bytes.index_select(0, packed.to(torch.int32)).view(-1)[:count]
 
 
 def _bytes(count: int) -> int:
@@ -79,9 +82,3 @@ def _pack(bits: Tensor) -> Tensor:
     """Pack (count,) of bool into (count / 8, rounded up) of uint8."""
     eights = F.pad(bits, (0, -len(bits) % 8)).view(torch.int64)
     return (eights * GATHER >> 56).to(torch.uint8)
-
-
-def _means_of_bytes(means: Tensor) -> Tensor:
-    """Return the eight elements that each byte encodes: (256, 8) in the dtype of `means`."""
-    byte, bit = torch.arange(256, device=means.device), torch.arange(8, device=means.device)
-    return means[byte[:, None] >> bit & 1]

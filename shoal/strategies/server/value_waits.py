@@ -98,18 +98,14 @@ class ValueWaits:
             def wait_first(
                 _class: type, function: Any, _types: Any, args: Any = (), kwargs: Any = None
             ) -> Any:
-                self._wait_for_uses((args, kwargs or {}))
+                leaves = tree_leaves((args, kwargs or {}))
+                used = [self._names.get(id(leaf)) for leaf in leaves]
+                self.arrive(dict.fromkeys(name for name in used if name in self._classes))
                 return function(*args, **(kwargs or {}))
 
             attributes: Any = {"__torch_function__": classmethod(wait_first)}
             self._waiting_classes[own_class] = type("WaitingParameter", (own_class,), attributes)
         return self._waiting_classes[own_class]
-
-    def _wait_for_uses(self, arguments: Any) -> None:
-        """Wait for the values of all waiting parameters among the arguments of a function."""
-        leaves = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, nn.Parameter)]
-        names = [self._names[id(leaf)] for leaf in leaves if id(leaf) in self._names]
-        self.arrive(dict.fromkeys(name for name in names if name in self._classes))
 
 
 def _become(parameter: Any, kind: type) -> None:

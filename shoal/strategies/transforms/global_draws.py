@@ -127,8 +127,7 @@ class GlobalStream:
     def _check_equal(self) -> None:
         """Raise UsageError, on all ranks, if their generators differ. Collective."""
         digest = digest_of_generators(self.axis.device, self._draws.digest)
-        ends = torch.tensor([digest, -digest], device=self.axis.host_device)
-        if self.axis.size > 1 and self.axis.all_reduce_max(ends).sum().item() != 0:
+        if not self.axis.is_same(digest):
             raise UsageError(
                 'draws="global": ranks have drawn tensors of different shapes for one step. A '
                 "tensor without samples may have had the size of a rank's share, or code draws on "
