@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shoal.config.job import DataConfig
-from shoal.data import digits, dummy, stdlib
+from shoal.data import dummy, images, stdlib
 from shoal.data.source import Source
 from shoal.errors import ConfigError, did_you_mean
 
@@ -16,14 +16,13 @@ Loader = Callable[[DataConfig, int], Source]
 
 def _of_torchvision(config: DataConfig, seed: int) -> Source:
     # Imported here: they import torchvision, which takes seconds that other sources do not need.
-    from shoal.data import cifar, imagefolder
+    from shoal.data.torchvision_sources import load_cifar, load_imagefolder
 
-    load_source = imagefolder.load if config.name == "imagefolder" else cifar.load
-    return load_source(config, seed)
+    return (load_imagefolder if config.name == "imagefolder" else load_cifar)(config, seed)
 
 
 SOURCES: dict[str, Loader] = {
-    "digits": digits.load,
+    "digits": images.load_digits,
     "cifar10": _of_torchvision,
     "cifar100": _of_torchvision,
     "imagefolder": _of_torchvision,

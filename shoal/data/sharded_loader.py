@@ -11,8 +11,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.data import DataLoader
 
-from shoal.data.batch_registry import BatchRegistry
-from shoal.data.batch_shards import BatchShard
+from shoal.data.batch_shards import BatchRegistry, BatchShard
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.tree_map import to_device
 from shoal.platform.torch_private.data_workers import end_workers

@@ -13,13 +13,12 @@ from torch import nn
 
 from shoal.errors import ConfigError, did_you_mean, raise_problems
 from shoal.models import zoo
-from shoal.models.botnet import botnet50
-from shoal.models.cifar_resnet import cifar_resnet18
 from shoal.models.gpt import GPT
 from shoal.models.lstm import LSTM
 from shoal.models.mlp import MLP
 from shoal.models.model_options import parameters_of, problems_of
 from shoal.models.residual_cnn import ResidualCNN
+from shoal.models.resnets import botnet50, cifar_resnet18
 
 Builder = Callable[..., nn.Module]
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.tensor_digest import as_bytes
-from shoal.data.batch_registry import BatchRegistry
-from shoal.data.batch_shards import BatchShard, share_batch
+from shoal.data.batch_shards import BatchRegistry, BatchShard, share_batch
 from shoal.data.fingerprint import fingerprint
 from shoal.data.sharded_loader import ShardedLoader, YieldWatch
 from shoal.data.tree_map import are_tensors, row_tensors, rows_of, tensors_in

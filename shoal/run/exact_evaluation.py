@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.row_collectives import gather_rows
-from shoal.data.evaluation_batches import EvaluationBatches
+from shoal.data.loader import EvaluationBatches
 from shoal.errors import UsageError
 from shoal.strategies.base import NEEDS_NOTHING, LocalModel
 from shoal.watchdog.progress_word import Phase

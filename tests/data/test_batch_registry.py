@@ -2,8 +2,7 @@
 
 import torch
 
-from shoal.data.batch_registry import BatchRegistry
-from shoal.data.batch_shards import BatchShard
+from shoal.data.batch_shards import BatchRegistry, BatchShard
 
 
 def test_a_new_tensor_is_not_taken_for_one_that_is_gone() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 import shoal
-from shoal.data.evaluation_batches import EvaluationBatches
+from shoal.data.loader import EvaluationBatches
 from shoal.errors import UsageError
 from shoal.testing import world
 

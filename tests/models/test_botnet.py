@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.models import build
-from shoal.models.botnet import RelativeAttention2d
+from shoal.models.resnets import RelativeAttention2d
 
 
 def test_it_has_the_published_number_of_parameters() -> None:
