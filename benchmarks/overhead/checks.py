@@ -47,7 +47,7 @@ from shoal.data.fingerprint import fingerprint
 from shoal.run.guards.guarded_models import StepPhase
 from shoal.run.guards.guards import Guards
 from shoal.run.nonfinite_steps import NonfiniteSteps
-from shoal.strategies.finite_check import FiniteCheck
+from shoal.strategies.grad_checks import FiniteCheck
 from shoal.testing import world
 
 RESULT = Path(__file__).with_name("checks.json")

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError, StrategyRefused, UsageError
 from shoal.strategies.base import LocalBatch, LocalModel, Strategy
-from shoal.weights.deferred_init import EmptyTensor
-from shoal.weights.deferred_weights import seeds_of
+from shoal.weights.deferred_init import EmptyTensor, seeds_of
 
 MOST_ROWS = 1 << 53
 _CURE = (

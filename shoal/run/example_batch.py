@@ -15,7 +15,7 @@ from shoal.data.tree_map import tree_map as map_items
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.tensor_state import version
 from shoal.strategies import base
-from shoal.strategies.microbatch import samples_of
+from shoal.strategies.local_step import samples_of
 from shoal.trial.untouched import leaving_no_trace
 
 MAX_EXAMPLES = 8

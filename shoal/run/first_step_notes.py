@@ -31,7 +31,7 @@ from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.platform.torch_private.tensor_state import schema_of
 from shoal.run.prepared import Prepared
 from shoal.shm_backend.torch_calls import watchers
-from shoal.strategies.buffer_versions import changed_since, mutable_buffers, snapshot
+from shoal.strategies.module_snapshot import changed_since, mutable_buffers, snapshot
 from shoal.strategies.wrap_units import has_dropout
 
 

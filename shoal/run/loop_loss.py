@@ -26,8 +26,8 @@ from shoal.run.guards.guarded_models import ModuleHook
 from shoal.run.prepared import Prepared
 from shoal.run.step import batch_of_size
 from shoal.strategies import base
+from shoal.strategies.local_step import split_microbatches
 from shoal.strategies.loss_terms import LOOP_IN_PIPELINE, LOOP_IN_SERVERS, LOSS_AS_FUNCTION, Counted
-from shoal.strategies.microbatch import split_microbatches
 from shoal.trial.called_models import ModelCall
 from shoal.trial.loss_graph import LossGraphCheck
 

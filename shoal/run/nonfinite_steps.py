@@ -30,7 +30,7 @@ from shoal.errors import TrainingDiverged
 from shoal.run.optimizer_binding import listed
 from shoal.run.preparation import RunSettings
 from shoal.strategies import base
-from shoal.strategies.finite_check import are_finite, nonfinite_names, read, seem_finite, sums_of
+from shoal.strategies.grad_checks import are_finite, nonfinite_names, read, seem_finite, sums_of
 from shoal.strategies.transforms.precision import unscale
 
 TOLD_NAMES = 3

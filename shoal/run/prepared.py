@@ -54,7 +54,7 @@ from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
-from shoal.weights.deferred_weights import DeferredWeights, broadcast_filled, deferred_weights
+from shoal.weights.deferred_init import DeferredWeights, broadcast_filled, deferred_weights
 
 NOTHING_PREPARED = (
     "no model was prepared. Before the loop: model, optimizer, loader = run.prepare(model, "

@@ -28,7 +28,7 @@ from shoal.errors import ReplicasDiffer
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
 from shoal.run.optimizer_binding import listed
 from shoal.strategies.base import LocalModel
-from shoal.strategies.finite_check import read
+from shoal.strategies.grad_checks import read
 
 
 class Replicated(NamedTuple):

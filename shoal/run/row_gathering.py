@@ -13,7 +13,7 @@ from shoal.errors import StrategyRefused, UsageError
 from shoal.run.gather_passes import MicrobatchGathering
 from shoal.run.prepared import Prepared
 from shoal.strategies import base
-from shoal.strategies.microbatch import split_microbatches
+from shoal.strategies.local_step import split_microbatches
 from shoal.strategies.transforms.accumulate import accumulated
 from shoal.trial import end_trial
 

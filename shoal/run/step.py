@@ -25,7 +25,7 @@ from shoal.run.gradients import add_gradients, detach_gradients
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.tracing import Tracing
-from shoal.strategies import base, extras, local_step
+from shoal.strategies import base, local_step, loss_terms
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 
@@ -144,7 +144,7 @@ class TrainingStep:
         local_step.rescale_by_count(self._local_model, result, size)
         self._nonfinite_steps.judge(totals, numbers, earlier.values())
         add_gradients(earlier)
-        extra = extras.join(result.extras, totals) if result.extras else None
+        extra = loss_terms.join(result.extras, totals) if result.extras else None
         loss = local_step.mean_loss(result, size)
         self._progress.enter(Phase.BETWEEN)
         return StepOutput(loss, extra, totals, result.extras)

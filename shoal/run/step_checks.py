@@ -24,7 +24,7 @@ from shoal.run.prepared import Prepared
 from shoal.run.row_gathering import RowGathering
 from shoal.run.step import StepOutput
 from shoal.run.step_trials import StepTrials
-from shoal.strategies import extras
+from shoal.strategies import loss_terms
 from shoal.strategies.base import ComputedLoss, ComputeLoss, LocalBatch
 
 OWN_VALUES = (
@@ -107,5 +107,5 @@ class StepChecks:
         if not output.given or self._has_looked:
             return
         self._has_looked = True  # at one step: a function returns the same kinds each time
-        if self._prepared.mesh.data.size > 1 and extras.has_own(output.given[0].value):
+        if self._prepared.mesh.data.size > 1 and loss_terms.has_own(output.given[0].value):
             self._prepared.announce(OWN_VALUES)

@@ -38,7 +38,7 @@ from shoal.trial.loss_verdict import percent
 from shoal.trial.reached import Place, reached_numbers, tensors_of
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
-from shoal.weights.deferred_weights import DeferredWeights, empty_bytes
+from shoal.weights.deferred_init import DeferredWeights, empty_bytes
 
 PADDING = (
     "note: labels below 0 have come, and there were none when the loss was tried. Where a loss "

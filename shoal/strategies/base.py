@@ -33,11 +33,11 @@ from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh
 from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
-from shoal.strategies.finite_check import FiniteCheck
 from shoal.strategies.full_model import FullModel
+from shoal.strategies.grad_checks import FiniteCheck
 from shoal.strategies.options import StrategyOptions
 from shoal.strategies.state import STATELESS, RemoteOptimizer, StrategyState
-from shoal.weights.deferred_weights import DeferredWeights
+from shoal.weights.deferred_init import DeferredWeights
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checks of gradients before they are sent: accumulated only once, and real numbers.
+"""Checks of gradients before they are sent: accumulated only once, real numbers, and finite.
 
       h = layer(x)      backward   one accumulation, of both calls' sum ── sent
       y = layer(h)
@@ -12,52 +12,25 @@
 Each reentrant checkpoint runs a backward pass of its own. DistributedDataParallel sends a gradient
 after its first accumulation. The rest would stay on this rank, and weights would differ between
 ranks without an error.
+
+NaN and infinities are looked for in what one rank has computed, in a few microseconds. A sum is not
+finite if a term is not. Small tensors are joined first. A sum of finite values may overflow too:
+`nonfinite_names` decides then, and as that is rare it may take its time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+import cmath
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
 
+from shoal.comm.norm import to_local
 from shoal.errors import StrategyRefused, UsageError
-
-
-class AccumulatedOnceCheck:
-    """Raises UsageError if a gradient is accumulated a second time in one backward pass.
-
-    Args: parameters: by the names for error messages.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._accumulated: set[str] | None = None  # None outside of a checked backward pass
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_accumulate, name))
-            for name, parameter in parameters.items()
-        ]
-
-    def close(self) -> None:
-        """Leave the parameters without hooks, for strategies that are applied to them next."""
-        for hook in self._hooks:
-            hook.remove()
-
-    @contextmanager
-    def during(self) -> Iterator[None]:
-        """Check the backward pass inside this context."""
-        self._accumulated = set()
-        try:
-            yield
-        finally:
-            self._accumulated = None
-
-    def _on_accumulate(self, name: str, _: Tensor) -> None:
-        if self._accumulated is None:
-            return
-        if name in self._accumulated:
-            raise accumulated_twice_error(name)
-        self._accumulated.add(name)
+from shoal.platform.torch_private.kernels import flatten_dense_tensors
 
 
 def accumulated_twice_error(name: str) -> UsageError:
@@ -80,3 +53,112 @@ def check_real_parameters(parameters: Mapping[str, Tensor], compress: str) -> No
             f"compress={compress} sends real numbers, and {', '.join(names)} is complex. Use "
             "compress=none, or keep torch.view_as_real(parameter) as the parameter."
         )
+
+
+JOINED_ELEMENTS = 1 << 15
+"""Largest tensor that is joined with others. To copy a larger one takes longer than a call."""
+HALVES = (torch.float16, torch.bfloat16)
+"""Dtypes whose sums are taken in float32: 65504 is the largest float16."""
+
+
+@dataclass
+class FiniteCheck:
+    """Finds values that are not finite on this rank, before gradients are sent.
+
+    Attributes:
+        enabled: False: nobody asks, and nobody is to look.
+        has_looked: a strategy has looked at all gradients of this step before it sent them, and has
+            sent what it found in the totals.
+        found: a gradient of this rank was not finite before it was sent.
+        names: parameters whose gradients were not, as far as they are known before the reduction.
+        losses: the losses of this rank's micro-batches in this step, detached.
+    """
+
+    enabled: bool = False
+    has_looked: bool = False
+    found: bool = False
+    names: list[str] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Forget the step before."""
+        self.has_looked = False
+        self.found = False
+        self.names.clear()
+        self.losses.clear()
+
+    def look(self, gradients: Mapping[str, Tensor | None], joined: Tensor | None = None) -> None:
+        """Look at gradients of this rank before they are sent.
+
+        Args: joined: all of them in one tensor, where there is one.
+        """
+        if not self.enabled:
+            return
+        present = [gradient for gradient in gradients.values() if gradient is not None]
+        if not seem_finite(present if joined is None else [joined]):
+            names = nonfinite_names(gradients)
+            self.found = self.found or bool(names)
+            self.names += names
+
+
+def seem_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return False if a value is not finite, or perhaps if only a sum of values is not.
+
+    Waits for the device, once.
+    """
+    return are_finite(read(sums_of(tensors)))
+
+
+def sums_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return scalars of which one is not finite if a value is not. Waits for no device.
+
+    A DTensor counts with its shard on this rank. Tensors on a device are summed by their squares:
+    torch has kernels of many tensors for it, where calls take longer than sums.
+    """
+    small: dict[torch.dtype, list[Tensor]] = {}
+    sums: list[Tensor] = []
+    on_device: list[Tensor] = []
+    for tensor in tensors:
+        # A plain tensor needs no more calls than these: they are most of the time of a check.
+        local = tensor if type(tensor) is Tensor and not tensor.is_sparse else _values(tensor)
+        if not local.is_cpu:
+            on_device.append(local)
+        elif local.numel() > JOINED_ELEMENTS:
+            sums.append(_sum(local))
+        else:
+            small.setdefault(local.dtype, []).append(local)
+    sums += [_sum(flatten_dense_tensors(joined)) for joined in small.values()]
+    return [*sums, get_total_norm(on_device)] if on_device else sums
+
+
+def read(scalars: Sequence[Tensor]) -> list[complex]:
+    """Return scalars as Python's numbers. Those on a device are read together: it waits once.
+
+    With offload some lie on the CPU and some on a device.
+    """
+    on_device = [scalar for scalar in scalars if not scalar.is_cpu]
+    numbers = iter(torch.stack(on_device).tolist() if on_device else ())
+    return [scalar.item() if scalar.is_cpu else next(numbers) for scalar in scalars]
+
+
+def are_finite(numbers: Iterable[complex]) -> bool:
+    """Return True if all numbers are finite."""
+    return all(map(cmath.isfinite, numbers))
+
+
+def nonfinite_names(tensors: Mapping[str, Tensor | None]) -> list[str]:
+    """Return the names of tensors with a value that is not finite. Looks at each value."""
+    return [
+        name
+        for name, tensor in tensors.items()
+        if tensor is not None and not bool(torch.isfinite(_values(tensor)).all())
+    ]
+
+
+def _values(tensor: Tensor) -> Tensor:
+    local = to_local(tensor)
+    return local.coalesce().values() if local.is_sparse else local.detach()
+
+
+def _sum(values: Tensor) -> Tensor:
+    return values.sum(dtype=torch.float32) if values.dtype in HALVES else values.sum()

@@ -43,8 +43,8 @@ from shoal.errors import StrategyRefused
 from shoal.platform.tensors import MIB, accumulation_dtype, flatten_tensors, unflatten_tensors
 from shoal.platform.torch_private.module_state import NormBase
 from shoal.strategies.base import STOP, Forward, LocalBatch, LocalModel, StepResult, Strategy
-from shoal.strategies.buffer_versions import changed_since, mutable_buffers, snapshot
 from shoal.strategies.local_step import mean_result, scaled_for_mean
+from shoal.strategies.module_snapshot import changed_since, mutable_buffers, snapshot
 from shoal.strategies.options import DilocoOptions, LocalOptions
 from shoal.strategies.state import StrategyState
 

@@ -6,6 +6,11 @@ run_microbatch      its forward and backward passes on one rank
 forward_backward    `run` and `reduce_gradients` of a local model
 mean_loss           the loss sum of a step, divided by the samples or by the count
 rescale_by_count    the division by a count that no rank knew before
+split_microbatches  consecutive samples of a batch, split along dimension 0
+
+      samples   │ 0 1 2 │ 3 4 5 │ 6 7 │       8 samples in 3 micro-batches
+      stop                          ▲         a stop request travels with the last one
+
 scaled_for_mean, mean_result   factors that turn a mean over n ranks into a sum:
 
       loss of a rank     weighted by its share of the global batch; all losses sum to the mean
@@ -18,7 +23,7 @@ division with these two functions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +31,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.norm import global_norm, max_with_nan, to_local
+from shoal.data.tree_map import take_rows
 from shoal.errors import UsageError
 from shoal.platform.tensors import tensor_on
 from shoal.platform.torch_private.kernels import foreach_mul_
@@ -42,8 +48,7 @@ from shoal.strategies.base import (
     LocalModel,
     StepResult,
 )
-from shoal.strategies.extras import add_summed, detach
-from shoal.strategies.loss_terms import combine_terms, split_result
+from shoal.strategies.loss_terms import add_summed, combine_terms, detach, split_result
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 
@@ -232,3 +237,53 @@ def mean_result(local: StepResult, summed_totals: Tensor, num_ranks: int) -> Ste
         summed_totals: (TOTALS_LENGTH,), the sum of the totals over `num_ranks` ranks.
     """
     return local._replace(step_totals=summed_totals / num_ranks)
+
+
+def split_microbatches(batch: LocalBatch, count: int, min_count: int = 1) -> Iterator[LocalBatch]:
+    """Split a batch along dimension 0 of every tensor, into micro-batches of nearly equal size.
+
+    Args:
+        count: micro-batches. A batch of fewer samples gives one for each sample.
+        min_count: micro-batches that there must be all the same. Stand-ins of weight 0 fill up.
+    """
+    count = min(count, max(batch.num_samples, min_count))
+    base, extra = divmod(batch.num_samples, count)
+    start = 0
+    for index in range(count):
+        num_samples = base + (index < extra)
+        # A stand-in computes the first sample: a forward pass needs one.
+        window = slice(start, start + num_samples) if num_samples else slice(0, 1)
+        is_last = index == count - 1
+        args, kwargs = samples_of(batch, window)
+        yield batch._replace(
+            args=args,
+            kwargs=kwargs,
+            num_samples=num_samples,
+            first_row=batch.first_row + start,
+            microbatch=batch.microbatch * count + index,
+            is_last_microbatch=is_last,
+            stop_requested=batch.stop_requested and is_last,
+        )
+        start += num_samples
+
+
+def samples_of(batch: LocalBatch, window: slice) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments with the samples `window` alone.
+
+    Raises: UsageError: dimension 0 of a tensor is not the number of samples.
+    """
+
+    def mismatch(tensor: Tensor) -> UsageError:
+        return UsageError(
+            "accumulate and pipeline split batches along dimension 0; this rank has "
+            f"{batch.num_samples} samples and a tensor of shape {tuple(tensor.shape)}. Put the "
+            "batch dimension first, or use accumulate=1 and microbatches=1."
+        )
+
+    def taken(value: Any) -> Any:
+        return take_rows(value, window, batch.num_samples, mismatch)
+
+    if 0 < batch.num_samples <= window.stop - window.start:
+        return batch.args, dict(batch.kwargs)  # all, whatever their shapes
+    # `args` itself is no list of samples, though it may be as long as one.
+    return tuple(map(taken, batch.args)), taken(dict(batch.kwargs))

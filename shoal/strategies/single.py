@@ -12,7 +12,7 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.base import ExampleBatch, LocalModel, Strategy
 from shoal.strategies.local_step import compute_weighted_loss, run_microbatch
 from shoal.strategies.options import ONE_RANK, NoOptions
-from shoal.weights.deferred_weights import DeferredWeights
+from shoal.weights.deferred_init import DeferredWeights
 
 
 class Single(NoOptions, Strategy):

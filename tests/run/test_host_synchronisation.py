@@ -28,7 +28,7 @@ OVER_THE_CPU = {
     "lockstep.py:is_same_on_all_ranks",
     "lockstep.py:unused",
     "executor.py:_common_seed",
-    "random_streams.py:draw_seed",
+    "units.py:draw_seed",
     "step.py:forward_backward",
 }
 """Reads of numbers that hosts have drawn or sent to each other over the CPU, or that are made only

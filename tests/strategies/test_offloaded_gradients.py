@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shoal.comm.norm import global_norm
-from shoal.strategies.finite_check import read, sums_of
+from shoal.strategies.grad_checks import read, sums_of
 from shoal.strategies.local_step import scale_gradients
 from shoal.strategies.single import single_device
 

@@ -47,7 +47,7 @@ from shoal.strategies.base import (
 from shoal.strategies.ddp.gradient_reducer import GradientReducer
 from shoal.strategies.ddp.reduce_functions import RankOrderMean, ReduceFunction
 from shoal.strategies.grad_checks import accumulated_twice_error
-from shoal.strategies.buffer_versions import BufferSync
+from shoal.strategies.module_snapshot import BufferSync
 
 Wait = Callable[[], object]
 """Waits for a mean that is not finished."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,10 +38,10 @@ from shoal.strategies.base import (
     LocalModel,
     StepResult,
 )
-from shoal.strategies.buffer_versions import changed_since, snapshot
 from shoal.strategies.ddp.gradient_reducer import GradientReducer
 from shoal.strategies.ddp.reduce_functions import NamedMean, ReduceFunction
-from shoal.strategies.grad_checks import AccumulatedOnceCheck
+from shoal.strategies.grad_checks import accumulated_twice_error
+from shoal.strategies.module_snapshot import changed_since, snapshot
 from shoal.strategies.options import DdpOptions
 
 
@@ -59,7 +60,11 @@ class TorchEngine(GradientReducer):
         self._options = options
         self._carrier = TotalsCarrier(model, axis.device)
         self._buffers_before = snapshot(model.module)
-        self._check = AccumulatedOnceCheck(model.trainable_params)
+        self._accumulated: set[str] | None = None  # None outside of passes: hooks do nothing
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_accumulate, name))
+            for name, parameter in model.trainable_params.items()
+        ]
         self._ddp: DistributedDataParallel | None = None
         self._errors: list[Exception] = []
 
@@ -74,8 +79,19 @@ class TorchEngine(GradientReducer):
         sync = (
             nullcontext() if batch.is_last_microbatch or self._ddp is None else self._ddp.no_sync()
         )
-        with self._check.during(), sync:
-            return self.model.run(forward, batch)
+        self._accumulated = set()
+        try:
+            with sync:
+                return self.model.run(forward, batch)
+        finally:
+            self._accumulated = None
+
+    def _on_accumulate(self, name: str, _: Tensor) -> None:
+        if self._accumulated is None:
+            return
+        if name in self._accumulated:
+            raise accumulated_twice_error(name)
+        self._accumulated.add(name)
 
     def finish_step(self, totals: Tensor) -> Tensor:
         if self._errors:
@@ -89,7 +105,8 @@ class TorchEngine(GradientReducer):
         return reduced.clone()  # it is a view of a bucket, which the next step overwrites
 
     def close(self) -> None:
-        self._check.close()
+        for hook in self._hooks:  # what comes next finds the parameters without them
+            hook.remove()
         self._ddp = None
         super().close()
 
@@ -169,17 +186,16 @@ class TorchEngine(GradientReducer):
         try:
             check_reducer_finalized(ddp)
         except RuntimeError as error:
-            missing = ", ".join(self._missing_names(str(error))) or "some parameters"
+            named = self._carrier.named_parameters()
+            names = [name.removeprefix("module.") for name, p in named if p.requires_grad]
+            # torch's message has their indices.
+            groups = re.findall(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            lacking = [names[int(index)] for group in groups for index in group.split()]
+            missing = ", ".join(lacking) or "some parameters"
             raise StrategyRefused(
                 f"{missing}: no gradient in this step, though there was one in the first. Which "
                 "parameters are used changes from step to step; use --strategy ddp,unused=true."
             ) from error
-
-    def _missing_names(self, text: str) -> list[str]:
-        """Return the names of the parameters whose indices torch's error message has."""
-        names = [name for name, p in self._carrier.named_parameters() if p.requires_grad]
-        groups = re.findall(r"did not receive grad for rank \d+: ([\d ]+)", text)
-        return [names[int(i)].removeprefix("module.") for group in groups for i in group.split()]
 
 
 class TotalsCarrier(nn.Module):

@@ -6,7 +6,7 @@ A call of a divided model outside of a step is an evaluation too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis, new_group
+from shoal.comm.norm import to_local
 from shoal.costs.pass_table import Action
 from shoal.data.seeds import derive_seed
 from shoal.data.tree_map import SPARSE
@@ -36,13 +37,13 @@ from shoal.strategies.base import (
     LocalBatch,
     StepResult,
 )
-from shoal.strategies.local_step import weighted_loss
+from shoal.strategies.local_step import split_microbatches, weighted_loss
 from shoal.strategies.loss_terms import Summed
-from shoal.strategies.microbatch import split_microbatches
 from shoal.strategies.pipeline.absent import refusals_as_errors
 from shoal.strategies.pipeline.division import (
     DividedModel,
     StageCall,
+    StageModule,
     code_key,
     shape_key,
 )
@@ -55,11 +56,8 @@ from shoal.strategies.pipeline.p2p import (
     P2PLink,
     StageComm,
 )
-from shoal.strategies.pipeline.random_streams import draw_seed, host_draws_refused
 from shoal.strategies.pipeline.schedules import ScheduleTable
-from shoal.strategies.pipeline.stage_module import StageModule
-from shoal.strategies.pipeline.ties import Ties
-from shoal.strategies.pipeline.units import Crossing
+from shoal.strategies.pipeline.units import Crossing, draw_seed, host_draws_refused
 from shoal.trace.recorder import Recorder
 
 
@@ -328,3 +326,75 @@ def route_calls(model: nn.Module, executor: PipelineExecutor) -> None:
     """
     replace_call(model, None)
     vars(model)["forward"] = RoutedForward(model.forward, executor)
+
+
+class Ties:
+    """Sums the gradients of tied parameters over their ranks, such as embedding and head of a GPT.
+
+          rank 0   token_embedding.weight    gradient a   ──a──>                        a + b
+          rank 3   head.weight, the same     gradient b            a + b  <──────       a + b
+
+    Each rank steps its copy with the same gradient, so the copies stay equal. Without the sum the
+    copies would drift apart, and no error would show it.
+
+    Args:
+        axis: the pipeline axis.
+        shared: name in the full model -> ranks that hold the parameter, ascending, at least two.
+            The same on all ranks, also in its order.
+        module: the local module.
+        aliases: name in `module` -> name in the full model, where they differ.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        shared: Mapping[str, Sequence[int]],
+        module: nn.Module,
+        aliases: Mapping[str, str],
+    ) -> None:
+        self.axis = axis
+        self.module = module
+        self._shared = shared
+        self._local_names = {aliases.get(name, name): name for name, _ in module.named_parameters()}
+
+    def sum_gradients(self) -> None:
+        """Replace each gradient by the sum over all ranks that hold the parameter.
+
+        The first rank adds the gradients in the order of ranks. A parameter without a gradient on
+        any rank gets none: with zeros, momentum and weight decay would still change it.
+        Collective over the pipeline.
+        """
+        if not self._shared:
+            return
+        parameters = dict(self.module.named_parameters())
+        local = {
+            name: parameters[self._local_names[name]]
+            for name, ranks in self._shared.items()
+            if self.axis.rank in ranks
+        }
+        flags = [name in local and local[name].grad is not None for name in self._shared]
+        counts = self.axis.sum_of_host_numbers(flags)
+        for (name, ranks), count in zip(self._shared.items(), counts, strict=True):
+            if name not in local or not count:
+                continue
+            parameter = local[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = to_local(parameter.grad)
+            gradient.copy_(self._sum_over_ranks(gradient.contiguous(), ranks))
+
+    def _sum_over_ranks(self, gradient: Tensor, ranks: Sequence[int]) -> Tensor:
+        """Return the sum on each of `ranks`; each of them must call."""
+        first, *others = ranks
+        group = self.axis.group
+        if self.axis.rank != first:
+            dist.send(gradient, group=group, group_dst=first)
+            dist.recv(gradient, group=group, group_src=first)
+            return gradient
+        for other in others:
+            received = torch.empty_like(gradient)
+            dist.recv(received, group=group, group_src=other)
+            gradient = gradient + received
+        for other in others:
+            dist.send(gradient, group=group, group_dst=other)
+        return gradient

@@ -31,8 +31,13 @@ from shoal.strategies.pipeline.absent import (
     tensors_in,
 )
 from shoal.strategies.pipeline.meta_call import OutputForms
-from shoal.strategies.pipeline.random_streams import host_draws_refused
-from shoal.strategies.pipeline.units import StageMap, UnitCall, Units, find_units
+from shoal.strategies.pipeline.units import (
+    StageMap,
+    UnitCall,
+    Units,
+    find_units,
+    host_draws_refused,
+)
 from shoal.strategies.wrap_units import num_parameters
 
 

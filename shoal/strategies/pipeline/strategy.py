@@ -40,23 +40,22 @@ from shoal.strategies.base import ExampleBatch, LocalModel, PipelineTraits, Stra
 from shoal.strategies.full_model import free_other_params
 from shoal.strategies.loss_terms import LOOP_IN_PIPELINE
 from shoal.strategies.options import PipelineOptions
-from shoal.strategies.pipeline.agreement import (
+from shoal.strategies.pipeline.cost import cost
+from shoal.strategies.pipeline.division import DividedModel, StageModule, collect, unused
+from shoal.strategies.pipeline.executor import PipelineExecutor, Ties, route_calls
+from shoal.strategies.pipeline.observed_units import UnitProfile, observe_units
+from shoal.strategies.pipeline.plan import (
     agreed,
+    dry_run,
+    plan,
     units_of_first_rank,
     users_on_any_rank,
 )
-from shoal.strategies.pipeline.cost import cost
-from shoal.strategies.pipeline.division import DividedModel
-from shoal.strategies.pipeline.executor import PipelineExecutor, route_calls
-from shoal.strategies.pipeline.observed_units import UnitProfile, observe_units
-from shoal.strategies.pipeline.plan import dry_run, plan
 from shoal.strategies.pipeline.schedule_timing import bubble_fractions, timeline
 from shoal.strategies.pipeline.schedules import ScheduleTable, problems, table
-from shoal.strategies.pipeline.stage_module import StageModule, collect, unused
-from shoal.strategies.pipeline.ties import Ties
 from shoal.strategies.pipeline.walk import DryRun
 from shoal.strategies.wrap_units import has_dropout
-from shoal.weights.deferred_weights import broadcast_filled
+from shoal.weights.deferred_init import broadcast_filled
 
 MICROBATCHES_PER_RANK = 4
 """Default number of micro-batches for each rank of a pipeline. 1F1B is then idle for at most a
@@ -116,7 +115,7 @@ class Pipeline(PipelineOptions, Strategy):
         options = self if model.weights is None else replace(self, balance="parameters")
         function = partial(example.compute_loss, *example.args, **example.kwargs)
         # Ranks see other samples, so they may find other units, or one of them a refusal. After
-        # each look they agree (`agreement.py`): else one would raise while the others wait for it.
+        # each look they agree (`plan.py`): else one would raise while the others wait for it.
         observed = agreed(mesh, partial(observe_units, module, function, options, mesh.device))
         observed = units_of_first_rank(mesh, observed, function)
         agreed(mesh, partial(self._check_halves, schedule, observed, module))

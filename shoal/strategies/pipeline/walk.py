@@ -62,8 +62,7 @@ from shoal.strategies.pipeline.meta_call import (
     device_answer,
     written_target,
 )
-from shoal.strategies.pipeline.random_streams import draw_seed, may_draw, seeded
-from shoal.strategies.pipeline.units import Crossing, StageMap, Units
+from shoal.strategies.pipeline.units import Crossing, StageMap, Units, draw_seed, may_draw, seeded
 
 
 class Walk(TorchFunctionMode):

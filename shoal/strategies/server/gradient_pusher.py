@@ -25,8 +25,7 @@ from shoal.comm.compression.base import Compression
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.platform.tensors import dense
-from shoal.strategies.finite_check import FiniteCheck
-from shoal.strategies.grad_checks import accumulated_twice_error
+from shoal.strategies.grad_checks import FiniteCheck, accumulated_twice_error
 
 
 class GradientPusher:

@@ -19,7 +19,6 @@ from shoal.strategies.tensor.candidates import CONVOLUTIONS, is_gpt2_conv1d
 from shoal.strategies.tensor.find_attention import AttentionPlan
 from shoal.strategies.tensor.find_pairs import ColumnRowPair
 from shoal.strategies.tensor.heads import HeadsRegion
-from shoal.strategies.tensor.multihead import ShardedMultiheadAttention
 from shoal.strategies.tensor.parallel_layers import (
     BETWEEN_CLASSES,
     CHANNEL_TENSORS,
@@ -27,11 +26,12 @@ from shoal.strategies.tensor.parallel_layers import (
     ROW_CLASSES,
     ColumnParallelGPT2Conv1D,
     RowParallelGPT2Conv1D,
+    ShardedMultiheadAttention,
 )
 from shoal.strategies.tensor.plan import TRANSFORMER_LAYERS, TensorPlan
 from shoal.strategies.tensor.region import Region
 from shoal.strategies.tensor.vocabulary import VocabParallelEmbedding, VocabParallelHead
-from shoal.weights.deferred_weights import DeferredWeights
+from shoal.weights.deferred_init import DeferredWeights
 
 
 def apply(

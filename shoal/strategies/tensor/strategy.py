@@ -35,6 +35,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -63,7 +64,7 @@ from shoal.strategies.tensor.graph import Trace, forward_graphs
 from shoal.strategies.tensor.plan import TensorPlan, plan
 from shoal.strategies.tensor.sequence import gather_all
 from shoal.strategies.tensor.sliced_parameters import RefuseSlices, is_tensor_sharded
-from shoal.weights.deferred_weights import broadcast_filled
+from shoal.weights.deferred_init import broadcast_filled
 
 PER_STAGE_MESSAGE = (
     "A pair of layers must lie in one stage of the pipeline: put its cuts elsewhere with "
@@ -153,17 +154,13 @@ def tensor_plan(
 
     Raises: StrategyRefused: nothing can be divided, or the options do not fit the model.
     """
-    problems: list[str] = []
     patterns = [pattern.strip() for pattern in options.whole.split("+") if pattern.strip()]
-    keep: list[str] = []
-    for pattern in patterns:
-        names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
-        keep += names
-        if not names:
-            problems.append(f"'{pattern}' matches no module of the model")
+    names = [name for name, _ in model.named_modules() if name]
+    keep = {pattern: [n for n in names if fnmatchcase(n, pattern)] for pattern in patterns}
+    problems = [f"'{p}' matches no module of the model" for p, found in keep.items() if not found]
     if problems:
         raise StrategyRefused("tensor: whole: " + "\n  ".join(problems))
-    made = plan(model, options.degree, tuple(keep), full_model, trace)
+    made = plan(model, options.degree, tuple(chain(*keep.values())), full_model, trace)
     if not made:
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in made.replicated.items())
         per_stage = "" if full_model is None else PER_STAGE_MESSAGE

@@ -26,7 +26,7 @@ from shoal.strategies.base import (
     StepResult,
     Strategy,
 )
-from shoal.strategies.microbatch import split_microbatches
+from shoal.strategies.local_step import split_microbatches
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def cost(options: ZeroOptions, stage: int, step: StepCost) -> StepCost:
 
 
 def _after_pipeline(step: StepCost, ranks: int) -> StepCost:
-    """Shard optimizer states only; gradients of all micro-batches are whole (`pipeline_zero1`)."""
+    """Shard optimizer states only; gradients of all micro-batches are whole (`PipelineZeroOne`)."""
     sizes = {rank: total(step.parameters_of_rank(rank)) for rank in range(len(step.rows))}
     return replace(
         step,

@@ -14,7 +14,7 @@ from shoal.comm.mappings import conjugate
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.strategies.ddp import gradient_reducer
 from shoal.strategies.ddp.own_buckets import Bucket, OwnBuckets
-from shoal.strategies.pipeline.ties import Ties
+from shoal.strategies.pipeline.executor import Ties
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.tensor import region, vocabulary
 from shoal.strategies.zero import sharded_step

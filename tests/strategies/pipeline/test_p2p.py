@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from shoal.comm.axis import Axis
 from shoal.errors import UsageError
+from shoal.strategies.pipeline.division import NameTree, collect
 from shoal.strategies.pipeline.engine import ScheduleExecutor, StageOutput
 from shoal.strategies.pipeline.p2p import (
     Message,
@@ -20,7 +21,6 @@ from shoal.strategies.pipeline.p2p import (
     messages,
 )
 from shoal.strategies.pipeline.schedules import SCHEDULES, problems, table
-from shoal.strategies.pipeline.stage_module import NameTree, collect
 from shoal.testing import world
 from shoal.trace.recorder import Recorder
 

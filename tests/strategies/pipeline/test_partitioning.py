@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import free_other_params
 from shoal.strategies.pipeline.absent import WalkRefusal
-from shoal.strategies.pipeline.division import StageCall
+from shoal.strategies.pipeline.division import StageCall, collect, unused
 from shoal.strategies.pipeline.plan import balanced
-from shoal.strategies.pipeline.stage_module import collect, unused
 from shoal.strategies.pipeline.units import find_units
 from tests.matrix import cases
 

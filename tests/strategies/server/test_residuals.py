@@ -11,7 +11,7 @@ from torch import nn
 from shoal.comm.compression import parse
 from shoal.parameter_server.partitioning import ParamMeta, partition
 from shoal.parameter_server.worker.flat_params import FlatParams
-from shoal.strategies.finite_check import FiniteCheck
+from shoal.strategies.grad_checks import FiniteCheck
 from shoal.strategies.server.gradient_pusher import GradientPusher
 
 
