@@ -8,14 +8,15 @@
     powersgd=r  a matrix is a product of two thin ones; between ranks alone        powersgd.py
 
 `parse` makes what encodes and decodes one gradient, and `parse_reducer` means over ranks: of bf16
-and fp16 each rank averages one chunk; of topk and onebit each gets all messages (base.py). What
-topk, onebit and powersgd leave out is added in the next step. No compression gives the numbers of
-one device, so all are off by default.
+and fp16 each rank averages one chunk; of topk and onebit each gets all messages. What topk, onebit
+and powersgd leave out is added in the next step (error_feedback.py). No compression gives the
+numbers of one device, so all are off by default.
 """
 
 from __future__ import annotations
 
-from shoal.comm.compression.base import AllGatherReducer, CompressedReducer, Compression
+from shoal.comm.compression.base import Compression
+from shoal.comm.compression.error_feedback import AllGatherReducer, CompressedReducer
 from shoal.comm.compression.half import Bf16, Fp16, HalfPrecisionReducer
 from shoal.comm.compression.onebit import OneBit
 from shoal.comm.compression.powersgd import PowerSgd

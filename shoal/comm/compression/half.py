@@ -21,7 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.comm.compression.base import BucketEntry, CompressedReducer, Compression, read, write
+from shoal.comm.compression.base import BucketEntry, Compression, read, write
+from shoal.comm.compression.error_feedback import CompressedReducer
 from shoal.comm.equal_chunks import all_gather, all_to_all
 from shoal.errors import UsageError
 from shoal.platform.tensors import accumulation_dtype, tensor_on

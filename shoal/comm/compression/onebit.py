@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.comm.compression.base import add_residual, read, write
+from shoal.comm.compression.base import read, write
+from shoal.comm.compression.error_feedback import add_residual
 
 GATHER = 0x0102040810204080
 """A factor that collects bits: eight bytes of 0 or 1, read as one little-endian integer and

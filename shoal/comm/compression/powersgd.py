@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.compression.base import BucketEntry, CompressedReducer
+from shoal.comm.compression.base import BucketEntry
+from shoal.comm.compression.error_feedback import CompressedReducer
 from shoal.comm.deterministic import rank_order_mean
 from shoal.platform.tensors import accumulation_dtype, flatten_tensors, unflatten_tensors
 

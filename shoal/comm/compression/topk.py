@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shoal.comm.compression.base import add_residual, read, write
+from shoal.comm.compression.base import read, write
+from shoal.comm.compression.error_feedback import add_residual
 from shoal.errors import UsageError
 
 MAX_COUNT = 2**31 - 1

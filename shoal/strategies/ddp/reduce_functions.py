@@ -27,7 +27,8 @@ from shoal.comm.algorithms import (
     tree,
 )
 from shoal.comm.axis import Axis, new_group
-from shoal.comm.compression.base import BucketEntry, CompressedReducer
+from shoal.comm.compression.base import BucketEntry
+from shoal.comm.compression.error_feedback import CompressedReducer
 from shoal.comm.deterministic import mean, needs_order, rank_order_mean
 from shoal.strategies.state import STATELESS, StrategyState
 

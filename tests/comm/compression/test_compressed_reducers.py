@@ -9,7 +9,8 @@ from torch import Tensor
 
 from shoal.comm import equal_chunks, pairwise_exchange
 from shoal.comm.compression import parse_reducer
-from shoal.comm.compression.base import AllGatherReducer, BucketEntry, CompressedReducer
+from shoal.comm.compression.base import BucketEntry
+from shoal.comm.compression.error_feedback import AllGatherReducer, CompressedReducer
 from shoal.comm.compression.powersgd import PowerSgd
 from shoal.comm.compression.topk import TopK
 from shoal.comm.deterministic import rank_order_mean
