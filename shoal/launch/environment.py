@@ -32,7 +32,7 @@ __all__ = ["RankInfo", "own_place", "read"]
 STARTED_BY_RANK = "started by rank"
 SERVER_HOSTS = "SHOAL_SERVER_HOSTS"
 """Variable with the number of hosts that have parameter servers and no rank."""
-_RANK_PROCESS = "SHOAL_RANK_PROCESS"
+RANK_PROCESS = "SHOAL_RANK_PROCESS"
 """Variable that a rank sets to its process id and its place, for the programs that it starts."""
 
 
@@ -82,17 +82,17 @@ def own_place() -> RankInfo:
     if info.world == 1:
         return info
     place = f"{info.rank}@{info.master_address}:{info.master_port},{info.store}"
-    process, _, taken = os.environ.get(_RANK_PROCESS, "").partition(" ")
+    process, _, taken = os.environ.get(RANK_PROCESS, "").partition(" ")
     if taken == place and process != str(os.getpid()):
         reason = f"{STARTED_BY_RANK} {info.rank} of {info.world}, and no rank of its world"
         return RankInfo(0, 1, 0, 1, "single", None, None, reason)
-    os.environ[_RANK_PROCESS] = f"{os.getpid()} {place}"
+    os.environ[RANK_PROCESS] = f"{os.getpid()} {place}"
     return info
 
 
 def is_place_taken() -> bool:
     """Return True if this process, or one above it, has asked for its place: `shoal.init` does."""
-    return _RANK_PROCESS in os.environ
+    return RANK_PROCESS in os.environ
 
 
 def _innermost(variables: Variables) -> RankInfo:

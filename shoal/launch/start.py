@@ -33,7 +33,7 @@ from typing import Any
 
 from shoal.errors import LaunchError
 from shoal.launch import preload as preloads
-from shoal.launch.environment import SERVER_HOSTS
+from shoal.launch.environment import RANK_PROCESS, SERVER_HOSTS
 from shoal.launch.output import (
     NEWLINE_OR_RETURN,
     LineForwarder,
@@ -121,7 +121,7 @@ def start(
     ranks = Ranks(store, private, words, limit_of_ranks(environment))
     # Without the variables of an outer torchrun or run on several hosts. The network interface is
     # that of `share`, unless the user has chosen another.
-    outer = ("TORCHELASTIC_", SERVER_HOSTS)
+    outer = ("TORCHELASTIC_", SERVER_HOSTS, RANK_PROCESS)
     own = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     common = {**share.variables, **own, **environment, **common}
     try:

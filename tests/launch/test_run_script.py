@@ -151,6 +151,8 @@ def test_a_strategy_that_the_script_never_reads_is_refused_on_several_ranks(
     ranks, tmp_path, capfd, monkeypatch
 ):
     monkeypatch.setenv("SHOAL_STRATEGY", "zero3")
+    # Where a rank of another world is the launcher, its place is none of these ranks'.
+    monkeypatch.setenv("SHOAL_RANK_PROCESS", "1 0@localhost:1,torch")
     status = local.run(rank.script, (written(tmp_path, STEPS), []), ranks)
     assert status == (2 if ranks > 1 else 0)
     assert ("--strategy zero3: the script steps" in capfd.readouterr().err) == (ranks > 1)
