@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.harness import local
+from shoal.launch.restarting import LocalJob, RestartingRun, Work
 
 
 def run(folder: str) -> None:
@@ -25,6 +25,5 @@ def run(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    import never_ending_program
-
-    sys.exit(local.run(never_ending_program.run, (sys.argv[1],), 2, preload=sys.argv[2:]))
+    work = Work("never_ending_program:run", sys.argv[1:2], preload=sys.argv[2:], torch_store=True)
+    sys.exit(RestartingRun(LocalJob(work), 2).run())
