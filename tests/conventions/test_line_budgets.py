@@ -25,7 +25,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/parameter_server": 6_960,
     "shoal/planner": 2_730,
     "shoal/platform": 2_070,
-    "shoal/plotting": 440,
+    "shoal/plotting": 460,
     "shoal/run": 9_610,
     "shoal/shm_backend": 2_750,
     "shoal/strategies": 15_880,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 69_790,
+    "tests": 69_820,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
