@@ -83,6 +83,21 @@ class RunMetrics:
     unreadable_lines: int
     soft_targets: str = ""
 
+    @property
+    def has_epochs(self) -> bool:
+        """Return whether there was an evaluation. Evaluations tell how long an epoch is."""
+        ends = self.curves.get(("validation", "epoch"))
+        return ends is not None and bool(ends.values[-1] > 0 and ends.steps[-1] > 0)
+
+    def epochs_at(self, steps: Floats) -> Floats:
+        """Convert steps to epochs, both (points,); for runs that have epochs."""
+        ends = self.curves["validation", "epoch"]
+        known_steps = np.append(0.0, ends.steps)
+        known_epochs = np.append(0.0, ends.values)
+        # `interp` is constant after the last evaluation; add epochs of mean length there.
+        beyond = np.maximum(0.0, steps - known_steps[-1]) * known_epochs[-1] / known_steps[-1]
+        return np.asarray(np.interp(steps, known_steps, known_epochs) + beyond)
+
 
 def plot(runs: Sequence[Path], output: Path) -> None:
     """Draw loss, accuracy or perplexity, learning rate and throughput of runs into a file.
@@ -199,19 +214,20 @@ def _draw(runs: Sequence[RunMetrics]) -> Figure:
         layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1),
     )
     grid = figure.add_gridspec(rows, 2)
+    in_epochs = all(run.has_epochs for run in runs)
     for index, name in enumerate(names):
         # The last of an odd number of panels is as wide as two.
         is_wide = index == len(names) - 1 and index % 2 == 0
         cell = grid[index // 2, :] if is_wide else grid[index // 2, index % 2]
         axes = figure.add_subplot(cell, sharex=figure.axes[0] if figure.axes else None)
         for number, run in enumerate(runs):
-            _draw_run(axes, name, run, _line_style(number, len(runs)))
+            _draw_run(axes, name, run, _line_style(number, len(runs)), in_epochs)
         axes.set_title(PANELS[name])
         if name == "loss":
             axes.set_title(_soft_targets(runs), loc="right", size=9, weight="normal")
         _scale(axes, name)
         if index >= len(names) - 2:
-            axes.set_xlabel("step")
+            axes.set_xlabel("epoch" if in_epochs else "step")
     _legend(figure, runs)
     return figure
 
@@ -243,23 +259,26 @@ def _line_style(index: int, num_runs: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def _draw_run(axes: Axes, name: str, run: RunMetrics, styles: dict[str, dict[str, Any]]) -> None:
+def _draw_run(
+    axes: Axes, name: str, run: RunMetrics, styles: dict[str, dict[str, Any]], in_epochs: bool
+) -> None:
     """Draw one quantity of a run, for training and for validation."""
     for kind, style in styles.items():
         curve = run.curves.get((kind, name))
         if curve is None:
             continue
+        x = run.epochs_at(curve.steps) if in_epochs else curve.steps
         if kind == "validation":
             # Many markers would hide the line.
             size = style["linewidth"] + 2 if len(curve.values) <= 40 else 0
-            axes.plot(curve.steps, curve.values, **style, markersize=size, zorder=3)
+            axes.plot(x, curve.values, **style, markersize=size, zorder=3)
         elif name == "lr":
             # A learning rate has no noise, so it is not smoothed.
             width = styles["validation"]["linewidth"]
-            axes.plot(curve.steps, curve.values, **style | {"linewidth": width, "alpha": 1.0})
+            axes.plot(x, curve.values, **style | {"linewidth": width, "alpha": 1.0})
         else:
-            axes.plot(curve.steps, curve.values, color=style["color"], linewidth=0.8, alpha=0.25)
-            axes.plot(curve.steps, _running_mean(curve), **style)
+            axes.plot(x, curve.values, color=style["color"], linewidth=0.8, alpha=0.25)
+            axes.plot(x, _running_mean(curve), **style)
 
 
 def _smoothing_width(curve: Curve) -> int:

@@ -111,6 +111,21 @@ def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):
     assert [run.name for run in read_runs(runs)] == list(map(str, runs))
 
 
+def test_runs_of_different_batch_sizes_share_an_axis_of_epochs(tmp_path):
+    small, large = read_runs(
+        [make_run(tmp_path / "small", steps=8), make_run(tmp_path / "large", steps=2)]
+    )
+    assert small.epochs_at(np.array([0.0, 4, 8, 24])).tolist() == [0, 0.5, 1, 3]
+    assert large.epochs_at(np.array([0.0, 1, 2, 6, 7])).tolist() == [0, 0.5, 1, 3, 3.5]
+
+
+def test_before_the_first_evaluation_the_axis_is_steps(tmp_path):
+    plot([make_run(tmp_path / "young", evaluate=False)], tmp_path / "young.svg")
+    words = svg_text(tmp_path / "young.svg").splitlines()
+    assert "step" in words
+    assert "epoch" not in words
+
+
 def test_torn_lines_and_numbers_that_are_not_finite_are_left_out_and_counted(tmp_path, capfd):
     run = make_run(tmp_path / "digits")
     with (run / "metrics.jsonl").open("a") as file:
