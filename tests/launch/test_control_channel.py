@@ -97,6 +97,13 @@ def test_a_malformed_request_is_refused_and_the_next_is_read(tmp_path, line):
             caller.close()
 
 
+def test_a_closed_connection_is_forgotten(tmp_path):
+    with open_server(tmp_path) as server:
+        connected(tmp_path).close()
+        assert next_requests(server) == []
+        assert len(server.sources) == 1
+
+
 def test_a_command_that_says_nothing_does_not_hold_the_launcher(tmp_path, monkeypatch):
     monkeypatch.setattr(control_channel, "READ_S", 0.05)
     with open_server(tmp_path) as server, connected(tmp_path) as command:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import restart_targets
 
-from shoal.errors import UsageError
+from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import NAME, ControlServer, request
 from shoal.launch.restarting import LocalJob, RestartingRun, Work
 from tests.harness.waiting import until
@@ -208,3 +208,12 @@ def test_a_signal_to_the_launcher_ends_ranks_that_were_started_again(tmp_path, c
     assert run(tmp_path, restart_targets.dies_once_and_sleeps) == code
     thread.end()
     assert starts(tmp_path) == ["first of 2", "again of 2"]
+
+
+def test_the_socket_of_a_killed_launcher_is_no_launcher(tmp_path):
+    with ControlServer(tmp_path, "") as listening:
+        listening.open()
+        (tmp_path / NAME).rename(tmp_path / "left")
+    (tmp_path / "left").rename(tmp_path / NAME)  # as a launcher that was killed leaves it
+    with pytest.raises(LaunchError, match="no launcher on this machine"):
+        next(request(tmp_path, scale=2))

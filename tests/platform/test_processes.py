@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shoal.platform.processes import process_state
+from shoal.platform.processes import boot_id, process_state
 
 STOPS = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
 
@@ -39,3 +39,10 @@ def test_a_name_with_parentheses_and_spaces_does_not_mislead(tmp_path: Path) -> 
     finally:
         child.kill()
         child.wait()
+
+
+def test_two_processes_of_one_kernel_read_the_same_boot_id() -> None:
+    read = "from shoal.platform.processes import boot_id; print(boot_id())"
+    found = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True)
+    assert boot_id()
+    assert found.stdout.strip() == boot_id()

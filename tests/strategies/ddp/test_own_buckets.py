@@ -1,11 +1,15 @@
 """A small model's gradients are sent in buckets of our own, after the backward pass."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import shoal
 from shoal.comm.axis import Axis
 from shoal.comm.deterministic import rank_order_mean
 from shoal.run.supervised import supervised
@@ -82,6 +86,20 @@ def _steps_by_hand(kind: str) -> None:
 
 def test_gradients_are_the_means_in_the_order_of_ranks_to_the_last_bit() -> None:
     world.run(3, in_turn, _steps_by_hand, ("picky",), ("channels last",))
+
+
+def _uses_torchs_engine(strategy: str) -> bool:
+    run, model = shoal.init(strategy, announce=lambda _: None), nn.Linear(40, 30)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.forward_backward(
+        supervised(F.cross_entropy, model), torch.ones(2, 40), torch.tensor([0, 1])
+    )
+    return any(type(found) is DistributedDataParallel for found in gc.get_objects())
+
+
+def test_only_what_is_larger_than_a_bucket_is_sent_beside_the_backward_pass() -> None:
+    found = world.run(2, in_turn, _uses_torchs_engine, ("ddp",), (SMALL_BUCKETS,))
+    assert found == [[False, True]] * 2
 
 
 @pytest.mark.parametrize(
