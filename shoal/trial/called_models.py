@@ -80,7 +80,7 @@ def try_calls(
         args, kwargs = tree_map(_detached, (call.args, dict(call.kwargs)))
         call, extra = call._replace(args=args, kwargs=kwargs), list[nn.Module]()
         if not any(p.requires_grad for p in call.model.parameters()):
-            extra = [Shifted(call.model)]
+            extra = [InputShift(call.model)]
             call = call._replace(model=extra[0])
         tensors = [t for t in tensors_in([call.args, dict(call.kwargs)]) if t.dim()]
         if not tensors or not all(num_samples in t.shape[:2] for t in tensors):
@@ -103,10 +103,11 @@ def try_calls(
 _MIXING = {LossKind.COUPLED, LossKind.FAILS_ON_PARTS}
 
 
-class Shifted(nn.Module):
-    """A module without weights of its own, and one in front of it whose gradient tells of mixing.
+class InputShift(nn.Module):
+    """A module without weights, called with x + amount * sin(x). The gradient of `amount`, which is
+    0, tells whether the module mixes samples.
 
-    It is no weight of a norm's, whose outputs would not change with it.
+    A scale or an offset of x would have no gradient in front of a norm over the batch.
     """
 
     def __init__(self, module: nn.Module) -> None:
