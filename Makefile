@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help dist test-wheels demo test test-torch test-slow test-anywhere test-real test-hf affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean bench-plan site
+.PHONY: help dist test-wheels demo test test-torch coverage test-slow test-anywhere test-real test-hf affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean bench-plan site
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -35,6 +35,16 @@ TESTS ?= tests
 
 test-slow: $(VENV)/.test  ## Run the tests that take minutes, in TESTS (default: all).
 	$(BIN)/python -m tests.harness.run -m slow $(TESTS)
+
+COVERAGE := build/coverage
+
+coverage: $(VENV)/.test  ## Tell which lines and branches of shoal/ the everyday tests take: four times as long as `make test`.
+	$(BIN)/pip install -q "coverage>=7.17"
+	rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
+	-COVERAGE_DIR=$(CURDIR)/$(COVERAGE) COVERAGE_PROCESS_START=$(CURDIR)/pyproject.toml $(BIN)/python -m tests.harness.run $(EVERYDAY)
+	COVERAGE_DIR=$(COVERAGE) $(BIN)/coverage combine -q
+	COVERAGE_DIR=$(COVERAGE) $(BIN)/coverage json -q -o $(COVERAGE)/report.json
+	$(BIN)/python -m tests.harness.coverage_report $(COVERAGE)/report.json
 
 # Some of them: make test-anywhere SETTINGS="sums one-core"
 test-anywhere: $(VENV)/.test  ## Run the everyday tests as on other machines, and write the table, in minutes.
