@@ -36,7 +36,6 @@ def is_ready(folder: Path, ranks: int = 2) -> bool:
     return len(list(folder.glob("ready.*"))) == ranks
 
 
-@pytest.mark.slow
 def test_a_script_runs_on_two_hosts_with_the_numbers_of_one_process(folder: Path) -> None:
     words = ["launch", "--hosts", "noisy-a:1,b:2", "--show-output", "all", "--env", "CARRIED=x y"]
     with hosts_command(folder, *words, "train.py", "--name", "$x 'y'") as command:
@@ -117,7 +116,6 @@ def test_a_name_that_is_no_host_is_bad_input(folder: Path) -> None:
         )
 
 
-@pytest.mark.slow
 def test_the_first_failure_is_told_with_host_rank_and_code(folder: Path) -> None:
     with hosts_command(folder, "launch", "--hosts", "a,b", "train.py", "--fail") as command:
         code, _, stderr = command.end()
