@@ -99,3 +99,37 @@ switches: {one: {bandwidth: 1GB/s, to: two}, two: {bandwidth: 1GB/s, to: one}}
 def test_a_file_without_hosts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name at least one host"):
         load(tmp_path, "- 1")
+
+
+def test_a_file_that_is_no_yaml_or_not_there_is_refused_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.yaml: while parsing"):
+        load(tmp_path, "hosts: {a: [")
+    with pytest.raises(ConfigError, match=r"none\.yaml: .*No such file"):
+        cluster.load(tmp_path / "none.yaml")
+
+
+def test_entries_of_another_form_are_told_with_what_belongs_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, "hosts: {a: 8, b: {inside: fast}, c: {link: {latency: 5us}}, 'd[4-1]': {}}")
+    for problem in (
+        "hosts.a: give ranks, memory, inside and link",
+        "hosts.b.inside: give bandwidth, latency and to",
+        "hosts.c.link.bandwidth: is missing, as in 50GB/s or 400Mbit/s",
+        "hosts.d[4-1]: this range has no host",
+    ):
+        assert problem in str(error.value)
+
+
+def test_hosts_below_one_switch_share_its_way_up_where_a_group_leaves_it(tmp_path: Path) -> None:
+    text = """
+hosts:
+  a[1-2]: {ranks: 2, link: {bandwidth: 100MB/s, latency: 1us, to: rack}}
+  b: {ranks: 2, link: {bandwidth: 100MB/s, latency: 1us, to: other}}
+switches: {rack: {bandwidth: 50MB/s, latency: 4us, to: core}, other: {}, core: {}}
+"""
+    link = load(tmp_path, text).link_of(6, 1)
+    assert (link.bandwidth, link.latency_s) == (50e6, pytest.approx(5e-6))
+    one_rack = text.replace(
+        "  b: {ranks: 2, link: {bandwidth: 100MB/s, latency: 1us, to: other}}\n", ""
+    )
+    assert load(tmp_path, one_rack).link_of(4, 1).bandwidth == 100e6
