@@ -1,0 +1,20 @@
+"""Ranks of a calibration that measure a few small points."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.planner import calibration
+
+
+def measure_few_points() -> dict[str, Any]:
+    """Return what a rank of `shoal calibrate` measures. Collective."""
+    calibration.BUDGET_S = 0.001
+    calibration.MATMUL_SIDES = (16, 32)  # type: ignore[assignment]
+    calibration.CONV_SHAPES = calibration.CONV_SHAPES[:1]  # type: ignore[assignment]
+    calibration.MEMORY_BYTES = (1 << 12, 1 << 14)
+    calibration.COLLECTIVE_BYTES = (1 << 10, 1 << 14)  # type: ignore[assignment]
+    return MEASURE_RANK()
+
+
+MEASURE_RANK = calibration._measure_rank
