@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 69_820,
+    "tests": 70_190,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
