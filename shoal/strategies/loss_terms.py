@@ -57,7 +57,7 @@ class Term:
 class Counted:
     """A loss whose addends are divided by counts over the whole global batch.
 
-    `+` adds another loss, `*` and `/` scale by a number. `counted` makes it.
+    `+` and `-` take another loss, `*` and `/` a number. `counted` makes it.
     """
 
     terms: tuple[Term, ...]
@@ -83,8 +83,14 @@ class Counted:
         _check_factor(divisor)
         return Counted(tuple(Term(term.value / divisor, term.count) for term in self.terms))
 
+    def __neg__(self) -> Counted:
+        return Counted(tuple(Term(-term.value, term.count) for term in self.terms))
+
     def __sub__(self, other: Any) -> Counted:
         return self.__add__(-1.0 * other)
+
+    def __rsub__(self, other: Any) -> Counted:
+        return self.__neg__().__add__(other)
 
 
 def _check_factor(factor: Any) -> None:

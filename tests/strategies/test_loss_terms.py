@@ -28,6 +28,8 @@ def test_counted_losses_are_added_and_scaled_as_numbers_are() -> None:
     first, second = shoal.counted(number(6.0), 4), shoal.counted(number(10.0), torch.tensor([5]))
     assert value_of(2 * first + second / 4) == pytest.approx(3.5)
     assert value_of(first - second) == pytest.approx(-0.5)
+    assert value_of(number(0.25) - first) == pytest.approx(-1.25)
+    assert value_of(-first - number(0.25)) == pytest.approx(-1.75)
     assert value_of(sum([first, second])) == pytest.approx(3.5)
     assert value_of(first + number(0.25)) == pytest.approx(1.75)
     assert value_of(number(0.25) + first * torch.tensor(2.0)) == pytest.approx(3.25)
