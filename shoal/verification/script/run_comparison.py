@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shoal.verification.script.likely_cause import likely_cause
 from shoal.verification.script.loader_batches import axes_of_batches, repeat_samples
+from shoal.verification.script.printed_figures import other_figures
 from shoal.verification.script.run_record import RankRecord, read_run
 from shoal.verification.script.script_report import (
     BY_DESIGN,
@@ -68,7 +69,8 @@ def _notes(reference: RecordedRun, candidate: RecordedRun) -> list[str]:
             f"the ranks took {candidate.steps} steps and one process {reference.steps}; the first "
             f"{count} are compared."
         )
-    return notes
+    first_ranks = (run.folder / "rank-0" for run in (reference, candidate))
+    return notes + [*filter(None, [other_figures(*first_ranks, len(ranks))])]
 
 
 def compare_runs(

@@ -35,6 +35,7 @@ from shoal.run.loop_watch import LoopWatch
 from shoal.run.optimizer_binding import group_settings, params_of
 from shoal.run.preparation import Draws
 from shoal.run.step import TrainingStep
+from shoal.verification.script import printed_figures
 from shoal.verification.script.full_values import ShoalValues, digests, whole
 from shoal.verification.script.loader_batches import BatchTape, JoinedBatches
 from shoal.verification.script.model_names import ModelNames
@@ -301,7 +302,8 @@ def record_script(plan: RecordingPlan) -> None:
             start = SameStart(like, ranks, record)
         recorder = ScriptRecorder(writer, record, plan.steps, start)
         turn_dropout_off(stack, record, lambda: recorder.draws.is_paused and plan.draws == "global")
-        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        printed = stack.enter_context(open(writer.folder / printed_figures.FILE, "w"))
+        stack.enter_context(redirect_stdout(printed))
         recorder.start()
         stack.callback(recorder.stop)
         try:
