@@ -69,8 +69,8 @@ def _notes(reference: RecordedRun, candidate: RecordedRun) -> list[str]:
             f"the ranks took {candidate.steps} steps and one process {reference.steps}; the first "
             f"{count} are compared."
         )
-    first_ranks = (run.folder / "rank-0" for run in (reference, candidate))
-    return notes + [*filter(None, [other_figures(*first_ranks, len(ranks))])]
+    figures = other_figures(reference.folder / "rank-0", candidate.folder / "rank-0", len(ranks))
+    return [*notes, figures] if figures else notes
 
 
 def compare_runs(

@@ -48,7 +48,9 @@ from shoal.verification.trajectory import hide_gpu
 
 
 class EnoughSteps(BaseException):
-    """Ends the script after the last step to record; no `except Exception` of it catches this."""
+    """Ends the script where it begins a step more than are recorded, so that it may save first.
+    No `except Exception` of it catches this.
+    """
 
 
 class ScriptRecorder:
@@ -154,6 +156,7 @@ class ScriptRecorder:
             return self._passes_of(original, run, *args, **kwargs)
 
     def _passes_of(self, original: Any, run: Run, *args: Any, **kwargs: Any) -> Any:
+        self._end_after_the_last_step()
         self._step.lines.setdefault("backward", user_line())
         self._before_model(None, ())
         self._calls.is_paused = True  # a pipeline is divided, rows to gather are looked for
@@ -169,7 +172,13 @@ class ScriptRecorder:
         self._calls.is_paused = False
         return original(*args, **kwargs)
 
+    def _end_after_the_last_step(self) -> None:
+        if self._step.number > self._steps:
+            raise EnoughSteps
+
     def _before_model(self, module: nn.Module | None, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self._end_after_the_last_step()
         known = any(name.startswith("input/") for name in self._step.digests)
         if self._run is None and not known and torch.is_grad_enabled():
             inputs = {str(index): tensor for index, tensor in enumerate(tensors_in(args))}
@@ -202,6 +211,7 @@ class ScriptRecorder:
         self._stepping += 1
         if self._stepping > 1:  # a step inside of another optimizer's
             return
+        self._end_after_the_last_step()
         step = self._step
         step.lines.setdefault("step", user_line())
         if self._start is not None:
@@ -235,8 +245,6 @@ class ScriptRecorder:
         self._writer.write(f"step-{step.number}", tensors)
         self.record.steps.append(step)
         self._tensors, self._step = {}, StepRecord(step.number + 1)
-        if step.number >= self._steps:
-            raise EnoughSteps
 
     def _gradients(self, optimizer: Optimizer) -> dict[str, Tensor | None]:
         if self._run is not None:

@@ -6,7 +6,8 @@ torch.load("model.pt")            reads what this run has written there last, el
 run.checkpoint("checkpoints")     resumes from none and writes none: every run begins at step 0
 run.log_to("jsonl")               opens no logger
 open("metrics.csv", "a")          a copy beside the record's files, if it was there already
-save_file(state, "best.st")       the same; so with run.save_pretrained and os.replace
+save_file(state, "best.st")       the same, and one more in the record; so run.save_pretrained
+os.replace("new", "best")         the same as open
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ class WrittenFiles:
         # Of files that were there already. Whether they were differs from run to run, so these are
         # not compared.
         self._copies: dict[str, Path] = {}
+        self._is_saving = False  # by run.save_pretrained, which calls save_file
 
     def start(self, stack: ExitStack) -> None:
         """Redirect until the stack is closed."""
         watch(stack, torch, "save", self._save)
         watch(stack, torch, "load", self._load)
         watch(stack, Run, "save", self._save_run)
-        watch(stack, Run, "save_pretrained", self._save_beside)
-        watch(stack, safetensors.torch, "save_file", self._save_beside)
+        watch(stack, Run, "save_pretrained", self._save_pretrained)
+        watch(stack, safetensors.torch, "save_file", self._save_file)
         for module, name in ((builtins, "open"), (io, "open")):
             watch(stack, module, name, self._open)
         for name in ("replace", "rename"):
@@ -76,10 +78,23 @@ class WrittenFiles:
     def _save_run(self, original: Any, run: Run, path: str | Path) -> None:
         original(run, self._place(path))  # which writes through an open file
 
-    def _save_beside(
-        self, original: Any, saved: Any, path: Any, *args: Any, **options: Any
+    def _save_pretrained(
+        self, original: Any, run: Run, path: Any, *args: Any, **options: Any
     ) -> None:
-        original(saved, self._beside(path), *args, **options)
+        written = self._beside(path)
+        self._is_saving = True
+        try:
+            original(run, written, *args, **options)
+        finally:
+            self._is_saving = False
+        if run.rank == 0:
+            shutil.copytree(written, self._place(path))
+
+    def _save_file(self, original: Any, saved: Any, path: Any, *args: Any, **options: Any) -> None:
+        written = self._beside(path)
+        original(saved, written, *args, **options)
+        if not self._is_saving:
+            shutil.copyfile(written, self._place(path))
 
     def _open(self, original: Any, file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
         if {*mode} & {*"wa+"} and is_called_by_script(caller(2)):
@@ -136,7 +151,14 @@ def compare_files(reference: Path, candidate: Path) -> dict[str, float]:
 
     Args: reference, candidate: folders of one rank's files.
     """
-    names = sorted({file.name for folder in (reference, candidate) for file in folder.glob("*")})
+    names = sorted(
+        {
+            file.relative_to(folder).as_posix()
+            for folder in (reference, candidate)
+            for file in folder.rglob("*")
+            if file.is_file()
+        }
+    )
     errors = {}
     for name in names:
         one, many = _tensors(reference / name), _tensors(candidate / name)
@@ -152,6 +174,8 @@ def _tensors(file: Path) -> dict[str, Tensor] | None:
     if not file.exists():
         return {}
     try:
+        if file.suffix == ".safetensors":
+            return safetensors.torch.load_file(file)
         value = torch.load(file, map_location="cpu", weights_only=True)
     except Exception:  # noqa: BLE001 - whatever pickle may say of a file with other objects
         return None
