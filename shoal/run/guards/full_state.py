@@ -1,6 +1,7 @@
 """Full state of prepared models and optimizers: asked for by a script, or given by one.
 
-model.state_dict()                   an error where this rank lacks a part, which names the cure
+model.state_dict()                   an error where this rank lacks a part, which names the cure;
+                                     so for model.save_pretrained(), which calls it
 model.load_state_dict(full)          weights are cut into shards; other stages' are left out
 optimizer.state_dict(), load_state_dict(...)   errors where it lacks a part of the state
 optimizer state from before prepare  moves with its parameter
@@ -66,17 +67,17 @@ def note_state_requests(guarded: GuardedModels) -> None:
             where, cure = _missing_of_state(guarded, held), STATE
         else:
             continue
-        lines = _calls_of(frame.f_code.co_filename, name) if where else []
-        if lines:
-            call = f"note: {name}.state_dict() in {', '.join(lines)}{guarded.under} is refused"
-            guarded.note_once(f"{call} where {name} is what was prepared: {where}. {cure}")
+        for method in ("state_dict", "save_pretrained") if where else ():
+            if lines := _calls_of(frame.f_code.co_filename, name, method):
+                call = f"note: {name}.{method}() in {', '.join(lines)}{guarded.under} is refused"
+                guarded.note_once(f"{call} where {name} is what was prepared: {where}. {cure}")
 
 
-def _calls_of(path: str, name: str) -> list[str]:
-    """Return lines of a source file that call `state_dict` of a variable of this name."""
+def _calls_of(path: str, name: str, method: str) -> list[str]:
+    """Return lines of a source file that call a method of a variable of this name."""
     try:
         source = Path(path).read_text(encoding="utf-8")
-        if f"{name}.state_dict(" not in source:  # to parse a script takes a tenth of a second
+        if f"{name}.{method}(" not in source:  # to parse a script takes a tenth of a second
             return []
         tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):
@@ -86,7 +87,7 @@ def _calls_of(path: str, name: str) -> list[str]:
         call.lineno
         for call in calls
         if isinstance(call, ast.Attribute)
-        and call.attr == "state_dict"
+        and call.attr == method
         and name in (getattr(call.value, "id", ""), getattr(call.value, "attr", ""))
     }
     return [f"{Path(path).name}:{line}" for line in sorted(found)]

@@ -10,9 +10,10 @@ from shoal.testing import world
 
 def save(net: nn.Module, optimizer: Optimizer) -> None:
     torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, "best.pt")
+    net.save_pretrained("out")
 
 
-LINE = f"test_state_notes.py:{save.__code__.co_firstlineno + 1}"
+LINE, NEXT = (f"test_state_notes.py:{save.__code__.co_firstlineno + n}" for n in (1, 2))
 
 
 def notes_before_training(strategy: str) -> list[str]:
@@ -24,7 +25,7 @@ def notes_before_training(strategy: str) -> list[str]:
         run.forward_backward(lambda x: net(x).square().mean(), run.share(torch.ones(4, 4)))
         optimizer.step()
     other.state_dict()
-    return sorted(note for note in notes if "state_dict" in note)
+    return sorted(note for note in notes if "is refused where" in note)
 
 
 def test_lines_that_ask_for_what_a_rank_lacks_are_named_once() -> None:
@@ -35,7 +36,8 @@ def test_lines_that_ask_for_what_a_rank_lacks_are_named_once() -> None:
         ("zero3", "each rank holds a shard of 0.weight"),
         ("pipeline=2", "2.weight is in another rank's stage"),
     ):
-        of_net, of_optimizer = world.run(2, notes_before_training, strategy)[0]
+        of_files, of_net, of_optimizer = world.run(2, notes_before_training, strategy)[0]
+        assert of_files.startswith(f"note: net.save_pretrained() in {NEXT} under {strategy} is ref")
         text = (
             f"note: net.state_dict() in {LINE} under {strategy} is refused where net "
             f"is what was prepared: {where}. Use run"
