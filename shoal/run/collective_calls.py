@@ -61,6 +61,8 @@ CURE = (
     "run.gather(torch.tensor([value])).mean()."
 )
 
+ALL_CALL = "All ranks call {call}, and none behind `if run.rank == 0`: one of them writes."
+
 
 class LoopPlace(NamedTuple):
     """A place in a training loop.
@@ -74,6 +76,11 @@ class LoopPlace(NamedTuple):
     call: str
     steps: int
     line: str
+
+    @property
+    def is_alone(self) -> bool:
+        """True for a call that scripts put behind `if rank == 0`: no step and no pass."""
+        return self.call not in ("", PASS, *STEPS)
 
     def describe(self, rank: int) -> str:
         """Return a sentence without a full stop."""
@@ -240,7 +247,11 @@ class CollectiveCalls:
                     if is_elsewhere or not place.call:
                         both = sorted([(self._rank, own), (rank, place)])
                         facts = ", and ".join(each.describe(number) for number, each in both)
-                        text = f"the ranks do not make the same calls: {facts}. {CURE}"
+                        cures = [
+                            ALL_CALL.format(call=each.call) for _, each in both if each.is_alone
+                        ]
+                        cure = " ".join([*cures, CURE])
+                        text = f"the ranks do not make the same calls: {facts}. {cure}"
                         self._store.compare_set(self._key("reason"), "", text)
                         return UsageError(text)
                 if time.monotonic() > deadline:

@@ -90,6 +90,7 @@ def test_a_rank_that_saves_alone_is_named_where_losses_are_those_of_the_loop(
         for text in texts:
             assert "rank 0 is in call 4 of run.backward (test_loop_position.py:" in text
             assert "rank 1 is in run.save (test_loop_position.py:" in text
+            assert "All ranks call run.save, and none behind `if run.rank == 0`" in text
 
 
 def saves_on_rank_1(strategy: str) -> None:
