@@ -93,8 +93,13 @@ class RunCheckpoints:
         held: Mapping[str, Any] = saved.info.get(OBJECTS, {})
         for name in self._objects.keys() & held.keys():
             self._objects[name].load_state_dict(put_together(held[name], saved.tensors))
-        notes += [f"it holds no state of {name}" for name in self._objects if name not in held]
-        notes += [f"its state of {name} is not used" for name in held if name not in self._objects]
+        own = self._objects
+        notes += [f"the checkpoint holds no state of {name}" for name in own if name not in held]
+        notes += [
+            f"the checkpoint's state of {name} is unused: run.checkpoint(..., {name}=...) takes it"
+            for name in held
+            if name not in own
+        ]
         goes_on = (
             "; the loop over the loader begins behind its batches" if "data" in saved.info else ""
         )

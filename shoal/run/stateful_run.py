@@ -283,8 +283,8 @@ class StatefulRun:
         if change and not accept_data:
             raise DataError(
                 f"{change}. Some samples of the epoch would come twice, and others never. Restore "
-                "the data, begin a new run, or accept it: run.load_state(..., accept_data=True), "
-                "--train.accept_data changed."
+                "the data, begin a new run, or accept it: checkpoint.resume(accept_data=True), "
+                "run.load_state(..., accept_data=True), --train.accept_data changed."
             )
         self.wait()
         notes = resumable.load(tensors, info, private)

@@ -172,8 +172,9 @@ def test_an_object_that_comes_later_or_no_longer_is_a_note(tmp_path: Path) -> No
     assert (loaded.value.tolist(), loaded.count) == ([1.5, 2.5], 7)
     assert run.checkpoint(tmp_path).resume() == 3
     assert [line for line in told if line.startswith("note")] == [
-        "note: it holds no state of other",
-        "note: its state of average is not used",
+        "note: the checkpoint holds no state of other",
+        "note: the checkpoint's state of average is unused: "
+        "run.checkpoint(..., average=...) takes it",
     ]
 
 
