@@ -42,10 +42,10 @@ class RunCheckpoints:
     `Run.checkpoint` makes it.
 
     Args:
-        objects: by name; each has `state_dict` and `load_state_dict`.
+        objects: by name; each is a dict, or has `state_dict` and `load_state_dict`.
         announce: prints a note, on rank 0.
 
-    Raises: UsageError: an object has no such methods.
+    Raises: UsageError: an object is none of these.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class RunCheckpoints:
         without = [
             f"{name} is a {type(value).__name__}"
             for name, value in objects.items()
-            if not all(
+            if not isinstance(value, dict)
+            and not all(
                 callable(getattr(value, call, None)) for call in ("state_dict", "load_state_dict")
             )
         ]
@@ -66,7 +67,7 @@ class RunCheckpoints:
             raise UsageError(
                 f"run.checkpoint: {', '.join(without)}, without state_dict() and "
                 "load_state_dict(). Give it objects that have both, such as a scheduler or an "
-                "AveragedModel."
+                "AveragedModel, or a dict of numbers: best = {'accuracy': 0.0}."
             )
         self._run = run
         self._checkpoints = checkpoints
@@ -92,13 +93,14 @@ class RunCheckpoints:
         notes = self._run.load_state(saved.tensors, saved.info, saved.private, accept_data)
         held: Mapping[str, Any] = saved.info.get(OBJECTS, {})
         for name in self._objects.keys() & held.keys():
-            self._objects[name].load_state_dict(put_together(held[name], saved.tensors))
-        own = self._objects
-        notes += [f"the checkpoint holds no state of {name}" for name in own if name not in held]
+            own, state = self._objects[name], put_together(held[name], saved.tensors)
+            (own.update if isinstance(own, dict) else own.load_state_dict)(state)
+        missing = [name for name in self._objects if name not in held]
+        notes += [f"the checkpoint holds no state of {name}" for name in missing]
         notes += [
             f"the checkpoint's state of {name} is unused: run.checkpoint(..., {name}=...) takes it"
             for name in held
-            if name not in own
+            if name not in self._objects
         ]
         goes_on = (
             "; the loop over the loader begins behind its batches" if "data" in saved.info else ""
@@ -125,7 +127,8 @@ class RunCheckpoints:
         tensors, info, private = self._run.state(copies=False)
         own: dict[str, Tensor] = {}
         held = {
-            name: take_apart(value.state_dict(), name, own) for name, value in self._objects.items()
+            name: take_apart(v if isinstance(v, dict) else v.state_dict(), name, own)
+            for name, v in self._objects.items()
         }
         for name, value in held.items():  # one rank's are saved
             digests = {
@@ -135,7 +138,7 @@ class RunCheckpoints:
             }
             if not self._run.mesh.is_same([value, digests]):
                 raise UsageError(
-                    f"checkpoint.save: {name}.state_dict() is not the same on all ranks, and a "
+                    f"checkpoint.save: the state of {name} is not the same on all ranks, and a "
                     "checkpoint holds it once. Update it alike on all ranks, such as by the loss "
                     "that run.backward returns; or leave it out, and save it for each rank."
                 )

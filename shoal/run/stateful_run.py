@@ -196,10 +196,10 @@ class StatefulRun:
         Args:
             keep: the newest checkpoints that stay.
             objects: the script's own objects whose state belongs to the run, by name; each has
-                `state_dict` and `load_state_dict`, and the same state on every rank.
+                `state_dict` and `load_state_dict`, or is a dict, and is the same on every rank.
 
         Raises:
-            UsageError: an object has no such methods; `keep` is below 1.
+            UsageError: an object is none of these; `keep` is below 1.
             CheckpointError: an optimizer has state that a checkpoint does not hold.
         """
         check_path("run.checkpoint", directory)

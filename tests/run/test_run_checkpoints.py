@@ -178,6 +178,16 @@ def test_an_object_that_comes_later_or_no_longer_is_a_note(tmp_path: Path) -> No
     ]
 
 
+def test_numbers_of_a_dict_are_saved_and_taken_up(tmp_path: Path) -> None:
+    best: dict[str, object] = {"accuracy": 0.5, "epoch": 3}
+    prepared().checkpoint(tmp_path, best=best).save(3)
+    resumed: dict[str, object] = {"accuracy": 0.0}
+    assert prepared().checkpoint(tmp_path, best=resumed).resume() == 3
+    assert resumed == best
+    with pytest.raises(UsageError, match=r"best is a float, without state_dict.*or a dict of num"):
+        prepared().checkpoint(tmp_path, best=0.5)
+
+
 def save_own_average(directory: Path) -> None:
     run = prepared()
     run.checkpoint(directory, average=Average(torch.full((2,), float(run.rank)))).save(1)

@@ -17,7 +17,7 @@ from pathlib import Path
 from shoal.errors import printable
 
 FILE = "printed.txt"
-"""What a rank has printed, in the folder of its record."""
+"""Name of the file with what a rank has printed, in the folder of its record."""
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.]*\w)")
 TIME = re.compile(
     r"(?:\b(?:time|took|eta|elapsed|speed|throughput)\b\W*\S*)"
