@@ -40,8 +40,8 @@ COMPARED = 24
 """Times that are known before plans are left out which cannot be better."""
 MEMORY_BAND = {"cpu": 0.03, "cuda": 0.08}
 """Share by which predicted memory was off at most: benchmarks/plan. An allocator needs room too."""
-ALIKE = 0.05
-"""Share by which times differ that a prediction tells apart."""
+ALIKE, GUESSED_ALIKE = 0.05, 0.25
+"""Share by which times differ that a prediction tells apart; of a machine that was not measured."""
 
 
 @dataclass(frozen=True)
@@ -121,24 +121,26 @@ class Plans:
         slower: fit, and cannot be among the best, so their times are not known.
         too_large: do not fit, nearest first.
         refused: strategy line -> reason.
+        alike: share within which times are no reason to choose.
     """
 
     fitting: tuple[Plan, ...]
     slower: tuple[Plan, ...]
     too_large: tuple[Plan, ...]
     refused: dict[str, str]
+    alike: float
 
     @property
     def best(self) -> Plan | None:
         """Return the plan to use: of those that are about as fast as the fastest, the simplest.
 
         It computes the numbers of one device, and has room to spare if any plan has. Predictions
-        do not tell times apart that are within `ALIKE`, so fewer strategies decide, and then the
+        do not tell times apart that are within `alike`, so fewer strategies decide, and then the
         shorter line.
         """
         exact = [plan for plan in self.fitting if plan.step.is_exact]
         exact = [plan for plan in exact if not plan.is_tight] or exact
-        alike = [plan for plan in exact if plan.latest_s <= exact[0].latest_s * (1 + ALIKE)]
+        alike = [plan for plan in exact if plan.latest_s <= exact[0].latest_s * (1 + self.alike)]
         return min(alike, key=complexity, default=None)
 
 
@@ -168,6 +170,7 @@ class Planner:
         self.timer = SegmentTimer(machine, min(cluster.ranks_per_host, cluster.ranks))
         self.network = Network(machine, cluster)
         self._steps: dict[str, StepCost] = {}
+        self._alike = ALIKE if machine.calibrated else GUESSED_ALIKE
 
     def search(self, lines: Sequence[str] | None = None) -> Plans:
         """Return the plans of some strategy lines; None for all that are worth a comparison.
@@ -187,7 +190,7 @@ class Planner:
         enough = len(found) if lines else COMPARED
         fitting, slower = self._timed([p for p in found if p.missing_bytes <= 0], enough)
         fitting.sort(key=lambda p: (p.latest_s, p.memory.total))
-        return Plans(tuple(fitting), tuple(slower), tuple(too_large), refused)
+        return Plans(tuple(fitting), tuple(slower), tuple(too_large), refused, self._alike)
 
     def _timed(self, plans: list[Plan], enough: int) -> tuple[list[Plan], list[Plan]]:
         """Simulate the plans that may be among the best; return them, and the others."""
@@ -196,7 +199,7 @@ class Planner:
         for number, plan in enumerate(waiting):
             ends = {p.latest_s for p in timed if p.step.is_exact}
             earlier = [end for end in ends if end <= plan.latest_s]
-            if len(earlier) >= enough and plan.latest_s > min(ends) * (1 + ALIKE):
+            if len(earlier) >= enough and plan.latest_s > min(ends) * (1 + self._alike):
                 return timed, waiting[number:]
             timed.append(self._with_time(plan))
         return timed, []

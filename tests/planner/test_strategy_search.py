@@ -73,6 +73,20 @@ def test_plans_are_sorted_by_time_and_best_is_exact(workload: Workload) -> None:
     assert plans.best.latest_s <= 1.05 * min(p.latest_s for p in plans.fitting if p.step.is_exact)
 
 
+def test_guessed_speeds_choose_the_simpler_of_two_plans_that_are_nearly_as_fast(
+    workload: Workload,
+) -> None:
+    found = planner(workload, 2).search()
+    assert found.alike == 0.25
+    fast, simple = (next(p for p in found.fitting if p.strategy == s) for s in ("zero1", "ddp"))
+    assert fast.time is not None
+    times = (replace(fast.time, seconds=seconds) for seconds in (0.010, 0.011))
+    fitting = tuple(
+        replace(plan, time=time) for plan, time in zip((fast, simple), times, strict=True)
+    )
+    assert [replace(found, fitting=fitting, alike=a).best for a in (0.25, 0.05)] == [*fitting[::-1]]
+
+
 def test_the_best_has_room_for_what_its_memory_may_be_wrong_by_where_any_has(
     workload: Workload,
 ) -> None:
