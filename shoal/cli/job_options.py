@@ -37,6 +37,7 @@ def arguments(
     parser: argparse.ArgumentParser,
     processes: str = "processes on this machine (default: 1)",
     shown: Sequence[str] = ("strategy",),
+    source: str = "built-in experiment, or a YAML file",
 ) -> None:
     """Add the arguments that choose an experiment.
 
@@ -44,11 +45,10 @@ def arguments(
         parser: the parser of a verb.
         processes: the help of -n.
         shown: settings that the help names.
+        source: the help of what names the experiment.
     """
     argument_types.processes_argument(parser, processes)
-    parser.add_argument(
-        "source", nargs="*", metavar="NAME_OR_YAML", help="built-in experiment, or a YAML file"
-    )
+    parser.add_argument("source", nargs="*", metavar="NAME_OR_YAML", help=source)
     parser.add_argument(
         "--cfg",
         type=argument_types.path,
