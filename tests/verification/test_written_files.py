@@ -49,7 +49,8 @@ def test_a_file_that_is_saved_behind_the_last_step_is_compared(
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
     right = shoal.verify_script("train.py", words, ranks=2, strategy="ddp", steps=2)
-    assert (right.verdict, right.steps) == ("exact", 2)
+    assert (right.verdict, right.steps, right.files) == ("exact", 2, 1)
+    assert "2 ranks, 2 steps and 1 file: exact" in str(right)
     wrong = shoal.verify_script("train.py", (*words, "bug"), ranks=2, strategy="ddp", steps=2)
     assert wrong.verdict == "differs"
     assert wrong.first is not None

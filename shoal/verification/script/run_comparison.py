@@ -106,9 +106,23 @@ def compare_runs(
     found, steps = _until_difference(reference, candidate, count, tolerance)
     if found and len(ranks) > 1 and not (ranks[0].by_shoal or ranks[0].has_group):
         return replace(plain, notes=[*plain.notes, NO_GROUP])
+    files: dict[str, float] = {}
+    if not found:
+        one, many = (Path(run.folder, "rank-0", "files") for run in (reference, candidate))
+        files = compare_files(one, many)
+        found = [
+            ScriptDifference(count, "files", None, name, error, tolerance)
+            for name, error in files.items()
+            if not error <= tolerance
+        ]
     largest = max((error for step in steps for error in step.errors.values()), default=None)
     report = replace(
-        plain, verdict="exact", steps=count, largest=largest, layers=list(_layers(steps[-1]))
+        plain,
+        verdict="exact",
+        steps=count,
+        files=len(files),
+        largest=largest,
+        layers=list(_layers(steps[-1])),
     )
     if not found:
         return report
@@ -178,19 +192,7 @@ def _until_difference(
             module = others[0].module if others[0].phase == "forward" else None
             return [b for b in buffers if b.module == module] + others, steps
         buffers += found
-    return buffers or _files(reference, candidate, count, tolerance), steps
-
-
-def _files(
-    reference: RecordedRun, candidate: RecordedRun, step: int, tolerance: float
-) -> list[ScriptDifference]:
-    """Return the files of rank 0 that differ, after runs in which nothing else does."""
-    one, many = (Path(run.folder, "rank-0", "files") for run in (reference, candidate))
-    return [
-        ScriptDifference(step, "files", None, name, error, tolerance)
-        for name, error in compare_files(one, many).items()
-        if not error <= tolerance
-    ]
+    return buffers, steps
 
 
 def _layers(step: StepComparison) -> Iterator[tuple[str, float | None, float | None]]:

@@ -97,7 +97,7 @@ class ScriptReport:
             script. "nothing compared": the script took no step, or starts no
             process group, and its ranks differ.
         ranks: of the run on many.
-        steps: steps compared.
+        steps, files: that were compared; files of tensors, once all steps are equal.
         first: the first difference; None where there is none.
         cause: the likely cause of it.
         largest: the largest relative error of all, also within the tolerance.
@@ -116,6 +116,7 @@ class ScriptReport:
     layers: list[tuple[str, float | None, float | None]] = field(default_factory=list)
     others: list[ScriptDifference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    files: int = 0
 
     @property
     def exit_code(self) -> int:
@@ -147,7 +148,8 @@ class ScriptReport:
             lines.append(f"cause: {self.cause.kind}: {self.cause.sentence}")
         size = "" if self.largest is None else f": largest relative error {self.largest:.1e}"
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
-        lines.append(f"{ranks}, {self.steps} steps: {self.verdict}{size}")
+        files = f" and {self.files} file{'s' if self.files > 1 else ''}" if self.files else ""
+        lines.append(f"{ranks}, {self.steps} steps{files}: {self.verdict}{size}")
         return "\n".join(lines)
 
 
