@@ -33,7 +33,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trace": 720,
     "shoal/train": 3_280,
     "shoal/trial": 3_270,
-    "shoal/verification": 3_550,
+    "shoal/verification": 3_560,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
     "tests": 70_330,

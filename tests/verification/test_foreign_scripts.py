@@ -20,9 +20,15 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_a_right_loop_is_exact_and_a_wrong_one_is_classified(
-    script: str, needs: str, wrong: str, cause: str
+    script: str,
+    needs: str,
+    wrong: str,
+    cause: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip(needs)
+    monkeypatch.chdir(tmp_path)
     path = SCRIPTS / f"{script}.py"
     right = shoal.verify_script(path, ["right"], ranks=2)
     assert right.verdict == "exact", str(right)
