@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_560,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 70_330,
+    "tests": 70_360,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
