@@ -265,7 +265,8 @@ def bank_of_own_outputs(classes: int, first: int = 0) -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
         if step >= first:
-            bank[index] = model(x).detach()
+            # Half of them: a loss that is zero but for rounding is not judged.
+            bank[index] = 0.5 * model(x).detach()
     return [note for note in notes if "ranks differ in" in note]
 
 
