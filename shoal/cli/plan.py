@@ -41,7 +41,7 @@ HUB_SETTINGS = ("strategy", "train.batch_size", "train.accumulate", "train.preci
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    names = "built-in experiment, a YAML file, a script, hf:DIRECTORY, or the directory of a run"
+    names = "experiment, YAML file, script, hf:DIRECTORY or a run"
     job_options.arguments(parser, "ranks of the plan (default: 1)", source=names)
     size = argument_types.quantity(read_size, ", as in 16GiB")
     parser.add_argument("--memory", type=size, metavar="SIZE", help="memory of a rank, as in 16GiB")
