@@ -56,7 +56,9 @@ def other_figures(reference: Path, candidate: Path, ranks: int) -> str:
 
 def _lines(file: Path) -> Iterator[tuple[str, str, list[str]]]:
     """Yield of each line with figures its text without them, the line and the figures."""
-    for line in file.read_text(errors="replace").splitlines() if file.exists() else ():
+    for line in (
+        file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else ()
+    ):
         figures = TIME.sub(" ", line)
         if numbers := NUMBER.findall(figures):
             yield NUMBER.sub("#", figures), printable(line.strip())[:MOST_CHARACTERS], numbers

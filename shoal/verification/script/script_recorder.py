@@ -59,7 +59,7 @@ class ScriptRecorder:
     Args:
         writer: of the record.
         record: the index of this rank, to be completed.
-        steps: the script ends after so many.
+        steps: the script ends where it begins one more.
         start: gives one process the weights and rates of many; None on many.
     """
 
@@ -278,7 +278,7 @@ class RecordingPlan:
     Attributes:
         script, arguments: the file, and its words on the command line.
         folder: of the record.
-        steps: the script ends after so many optimizer steps.
+        steps: of optimizers; the script ends where it begins one more.
         like: the record of the run on many ranks, whose batches and weights this one process
             gets; None for that run itself.
         draws: as for `shoal.init`; with "rank" dropout is off under Shoal too.
@@ -310,7 +310,8 @@ def record_script(plan: RecordingPlan) -> None:
             start = SameStart(like, ranks, record)
         recorder = ScriptRecorder(writer, record, plan.steps, start)
         turn_dropout_off(stack, record, lambda: recorder.draws.is_paused and plan.draws == "global")
-        printed = stack.enter_context(open(writer.folder / printed_figures.FILE, "w"))
+        file = writer.folder / printed_figures.FILE
+        printed = stack.enter_context(open(file, "w", encoding="utf-8", errors="replace"))
         stack.enter_context(redirect_stdout(printed))
         recorder.start()
         stack.callback(recorder.stop)
