@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help dist test-wheels demo test test-torch coverage test-slow test-anywhere test-real test-hf affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean bench-plan site
+.PHONY: help dist test-wheels demo test test-torch coverage test-slow test-anywhere test-real test-hf affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-gpu clean bench-plan site
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -207,10 +207,6 @@ bench-convergence: $(BENCH)/.done  ## Compare the accuracy of stale parameter se
 bench-servers-needed: $(BENCH)/.done  ## Find how many parameter servers a step needs. As root.
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.servers-needed.measure
 	$(BENCH)/bin/python -m benchmarks.servers-needed.report
-
-bench-scaling: $(BENCH)/.done  ## Compare servers with a ring on several hosts. As root.
-	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.scaling.measure
-	$(BENCH)/bin/python -m benchmarks.scaling.report
 
 # As root.
 bench-slow-links: $(BENCH)/.done  ## Measure what compression is worth on slow links. As root.

@@ -1,5 +1,4 @@
-"""One step's exchange of gradients: through Shoal's servers, by Gloo's ring, or by an all-reduce of
-Shoal's own.
+"""One step's exchange of gradients: through Shoal's servers, or by Gloo's ring.
 
 Each host holds the same parameters; the gradient of rank r is r + 1 everywhere and the learning
 rate 1, so that the right values are known after any number of steps, and are checked.
@@ -12,10 +11,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -23,8 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.comm.axis import Axis
-from shoal.comm.deterministic import rank_order_mean
 from shoal.costs.server_count import FORWARD
 from shoal.launch.helper_spawner import HelperSpawner
 from shoal.parameter_server.cluster_config import ClusterConfig, ShardSettings
@@ -38,7 +33,6 @@ from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.parameter_server.worker.socket_network import connect_to_servers
 from shoal.platform.tensors import MIB
-from shoal.strategies.ddp.reduce_functions import NamedMean
 
 from .namespaces import address
 from .worker_pool import answer, await_end
@@ -160,10 +154,9 @@ def link(pipe: Connection, size_bytes: int, rank: int) -> dict[str, float]:
     return found
 
 
-def reduced(pipe: Connection, work: Work, workers: int, rank: int, by: str) -> dict[str, float]:
-    """Step by an all-reduce of each bucket, as soon as it is there. Args: by: see `_reduction`."""
-    _gather(rank, workers, "gloo" if by in ("ring (Gloo)", "ordered") else "cpu:shoal")
-    reduce = _reduction(by, rank, workers)
+def reduced(pipe: Connection, work: Work, workers: int, rank: int) -> dict[str, float]:
+    """Step by Gloo's ring all-reduce of each bucket, as soon as it is there."""
+    _gather(rank, workers)
     weight, optimizer = work.model()
     gradient = torch.zeros_like(weight)
     buckets = [gradient[p.segments[0].start : p.segments[0].start + p.length] for p in work.parts]
@@ -174,9 +167,9 @@ def reduced(pipe: Connection, work: Work, workers: int, rank: int, by: str) -> d
         under_way = []
         for bucket in reversed(buckets):
             _compute(work, 1 - FORWARD)
-            under_way.append(reduce(bucket.fill_(rank + 1)))
-        for finish in under_way:
-            finish()
+            under_way.append(dist.all_reduce(bucket.fill_(rank + 1), async_op=True))
+        for sum_of_bucket in under_way:
+            sum_of_bucket.wait()
         weight.grad = gradient
         optimizer.step()
 
@@ -184,28 +177,6 @@ def reduced(pipe: Connection, work: Work, workers: int, rank: int, by: str) -> d
     _check(weight, workers, work.steps)
     _part(workers)
     return found
-
-
-def _reduction(by: str, rank: int, workers: int) -> Callable[[Tensor], Callable[[], object]]:
-    """Return a function that starts to sum a bucket over all workers, and returns a wait for it.
-
-    Args: by: "ring (Gloo)"; "ordered", Shoal's sum in the order of ranks, which waits at once; or
-        the name of an algorithm of Shoal's, in a thread beside the backward pass as in ddp.
-    """
-    if workers == 1:
-        return lambda bucket: lambda: None
-    if by == "ring (Gloo)":
-        return lambda bucket: dist.all_reduce(bucket, async_op=True).wait
-    if by == "ordered":
-        return lambda bucket: partial(bool, rank_order_mean(bucket).mul_(workers)[0])
-    algorithm = NamedMean(by, Axis(rank, workers, torch.device("cpu")))
-    beside = ThreadPoolExecutor(1)
-
-    def reduce(bucket: Tensor) -> None:
-        algorithm.mean(bucket)
-        bucket.mul_(workers)
-
-    return lambda bucket: beside.submit(reduce, bucket).result
 
 
 def _compute(work: Work, share: float) -> None:
@@ -240,13 +211,13 @@ def _check(weight: Tensor, workers: int, steps: int) -> None:
     assert bool((weight == expected).all()), (weight.min(), weight.max(), expected)
 
 
-def _gather(rank: int, workers: int, backend: str = "gloo") -> None:
+def _gather(rank: int, workers: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     if workers > 1:
         meeting = f"tcp://{address(1)}:{RENDEZVOUS_PORT}"
         dist.init_process_group(
-            backend, init_method=meeting, rank=rank, world_size=workers, timeout=LIMIT
+            "gloo", init_method=meeting, rank=rank, world_size=workers, timeout=LIMIT
         )
 
 

@@ -35,13 +35,11 @@ def by_servers(work: Work, workers: int, servers: int, first_host: int) -> dict[
         return _slowest([pool.receive(process, LIMIT_S) for process in processes])
 
 
-def by_all_reduce(work: Work, by: str, workers: int, ranks_per_host: int = 1) -> dict[str, float]:
-    """The same without servers. Args: by: what reduces; see `exchange.reduced`."""
+def by_ring(work: Work, workers: int) -> dict[str, float]:
+    """The same without servers, by Gloo's ring."""
     with WorkerPool() as pool:
-        hosts = [rank // ranks_per_host + 1 for rank in range(workers)]
         processes = [
-            pool.start(host, exchange.reduced, work, workers, rank, by)
-            for rank, host in enumerate(hosts)
+            pool.start(rank + 1, exchange.reduced, work, workers, rank) for rank in range(workers)
         ]
         return _slowest([pool.receive(process, LIMIT_S) for process in processes])
 

@@ -55,20 +55,13 @@ def _links(result: dict[str, Any]) -> str:
 
 def _exchange(bare: list[Point]) -> str:
     counts = sorted({point.servers for point in bare if point.by == "servers"})
-    head = [
-        "workers",
-        *[f"{n} server{'s' * (n > 1)}" for n in counts],
-        "ring (Gloo)",
-        "sum in order of ranks",
-    ]
+    head = ["workers", *[f"{n} server{'s' * (n > 1)}" for n in counts], "ring (Gloo)"]
     rows = []
     for workers in sorted({point.workers for point in bare}):
         mine = [point for point in bare if point.workers == workers]
         best_s = min(point.step_s for point in mine)
         cells = [_one(mine, "servers", n, best_s) for n in counts]
-        rows.append(
-            [str(workers), *cells, *[_one(mine, by, 0, best_s) for by in ("ring", "ordered")]]
-        )
+        rows.append([str(workers), *cells, _one(mine, "ring", 0, best_s)])
     return table(head, rows)
 
 
@@ -89,7 +82,6 @@ def _deviations(plain: list[Point], fitted: list[Point], factor: float) -> str:
         ("servers, beside compute", "servers", True),
         ("ring", "ring", False),
         ("ring, beside compute", "ring", True),
-        ("sum in the order of ranks", "ordered", False),
     ):
         shares = []
         for found in (plain, fitted):
