@@ -1,5 +1,5 @@
-"""The parts of every benchmark's page: the circumstances, a table that no hand has written, and a
-picture of bars.
+"""The parts of every benchmark's page: the circumstances, numbers with their spread, a table that
+no hand has written, and a picture of bars.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -67,6 +68,32 @@ def fill(page: Path, text: str) -> None:
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def publish(folder: Path, parts: Callable[[Any], Iterable[str]]) -> None:
+    """Turn result.json of a benchmark into its README.md: the parts, and the circumstances."""
+    result = json.loads((folder / "result.json").read_text())
+    text = "\n\n".join(part for part in (*parts(result), told(result["circumstances"])) if part)
+    fill(folder / "README.md", text)
+    print(text)
+
+
+def ratios(times_s: Sequence[float], yardstick_s: Sequence[float]) -> list[float]:
+    """Return the ratio of each round."""
+    return [a / b for a, b in zip(times_s, yardstick_s, strict=True)]
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """Return the median, the least and the most; a dash where there is nothing."""
+    if not values:
+        return "-"
+    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def quartiles(values: Sequence[float], form: str = ".2f", mark: str = "") -> str:
+    """Return the median and the quartiles. Args: mark: around the median, for bold type."""
+    low, middle, high = quantiles(values)
+    return f"{mark}{middle:{form}}{mark} ({low:{form}} to {high:{form}})"
 
 
 def bars(
