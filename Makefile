@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help dist test-wheels demo test test-torch coverage test-slow test-anywhere test-real test-hf affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-gpu clean bench-plan site
+.PHONY: help dist test-wheels demo test test-torch coverage test-slow test-anywhere test-real test-hf affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-faults bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-gpu clean bench-plan site
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -180,11 +180,6 @@ bench-faults: $(BENCH)/.done  ## Let runs meet faults, FAULT_TRIALS times each (
 bench-restart: $(BENCH)/.done  ## Measure how soon a run goes on after a SIGKILL.
 	$(BENCH)/bin/python -m benchmarks.restart.measure
 	$(BENCH)/bin/python -m benchmarks.restart.report
-
-# torchft and Horovod take part where they are installed: see benchmarks/recovery/README.md
-bench-recovery: $(BENCH)/.done  ## Measure how soon a step follows on a kill, against torchrun, torchft and Horovod.
-	PATH=$(CURDIR)/$(BENCH)/bin:$$PATH $(BENCH)/bin/python -m benchmarks.recovery.measure
-	$(BENCH)/bin/python -m benchmarks.recovery.report
 
 bench-collectives: $(BENCH)/.done  ## Measure all-reduces on one machine against other libraries.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.collectives.measure
