@@ -131,7 +131,6 @@ house: $(VENV)/.test  ## Count the source anew, and write the numbers into docs/
 bench-overhead: $(BENCH)/.done  ## Measure what Shoal adds to a step of hand-written DDP, Accelerate, Fabric and Lightning.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.measure
 	for backend in Gloo shoal; do OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.overhead.backends $$backend; done
-	for own in "" --own-batches; do $(BENCH)/bin/python -m benchmarks.overhead.step_parts $$own --out benchmarks/overhead/step_parts.json; done
 	$(BENCH)/bin/python -m benchmarks.overhead.checks
 	$(BENCH)/bin/python -m benchmarks.overhead.report
 

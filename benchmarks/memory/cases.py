@@ -35,12 +35,6 @@ class Case(NamedTuple):
     def offloaded(self) -> bool:
         return "offload=true" in self.strategy
 
-    @property
-    def recomputed_every(self) -> int:
-        """k, where each k-th block is recomputed; 0 where none is."""
-        first, _, every = self.strategy.partition(",")[0].partition("=")
-        return int(every or 1) if first == "recompute" else 0
-
 
 CASES = (
     Case("ddp"),

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from benchmarks.memory.accounting import Peak, held_bytes
-from benchmarks.memory.activations import rough
 from benchmarks.memory.cases import BATCH, CASES, OPTIMIZERS, RANKS, TIME, VOCABULARY, Case, gpt
 from benchmarks.memory.formula import expected
 from benchmarks.report_page import circumstances, write_result
@@ -104,11 +103,7 @@ def _entry(case: Case, ranks: int) -> dict[str, Any]:
         return {"refused": refused[0]}
     held = [bytes_of for bytes_of in found if not isinstance(bytes_of, str)]
     most = max(held, key=lambda rank: rank["peak"])
-    return {
-        "found": most,
-        "expected": expected(case, ranks),
-        "rough": {"beside": rough(case, ranks)},
-    }
+    return {"found": most, "expected": expected(case, ranks)}
 
 
 if __name__ == "__main__":

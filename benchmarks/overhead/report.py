@@ -8,7 +8,6 @@ from statistics import median, quantiles
 from typing import Any
 
 from benchmarks.overhead.checks import rows_of
-from benchmarks.overhead.step_parts import fastest
 from benchmarks.report_page import bars, fill, table, told
 
 HERE = Path(__file__).parent
@@ -24,8 +23,6 @@ def main() -> None:
     text = f"{rows}\n\n{_same_work(result)}\n\n{told(result['circumstances'])}"
     if (backends := HERE / "backends.json").exists():
         text += f"\n\n{over_backends(json.loads(backends.read_text()))}"
-    if (parts := HERE / "step_parts.json").exists():
-        text += f"\n\n{fixed_costs(json.loads(parts.read_text()))}"
     if (checks := HERE / "checks.json").exists():
         text += f"\n\n{of_checks(json.loads(checks.read_text()))}"
     fill(HERE / "README.md", text)
@@ -91,28 +88,6 @@ def over_backends(measured: dict[str, Any]) -> str:
     return f"{table(head, rows)}\n\n{told(next(iter(measured.values()))['circumstances'])}"
 
 
-def fixed_costs(measured: dict[str, Any]) -> str:
-    """The table of step_parts.json: what a step takes beyond the hand-written one."""
-    rows, older = [], next(iter(measured.values()))["older"]
-    for batches, found in measured.items():
-        for ranks, step_s in found["step_s"].items():
-            hand, ours, starts = step_s["hand"], step_s["shoal"], found["starts"]
-            cells = [_beyond(ours, hand, starts), _beyond(ours, step_s["unguarded"], starts)]
-            if "older" in step_s:
-                cells.append(_beyond(step_s["older"], hand, starts))
-            name = f"{ranks} rank{'s' if ranks != '1' else ''}, {batches}"
-            rows.append([name, f"{fastest(hand, starts) * 1e6:.0f}", *cells])
-    head = [
-        "microseconds: of fastest turns; median of differences (quartiles)",
-        "step by hand",
-        "Shoal adds",
-        "of which guards",
-        f"Shoal at {older} added",
-    ]
-    facts = told(next(iter(measured.values()))["circumstances"])
-    return f"{table(head[: len(rows[0])], rows)}\n\nFixed cost of a step: {facts}"
-
-
 def of_checks(measured: dict[str, Any]) -> str:
     """Return the table of checks.json."""
     columns = {name: dict(rows_of(found)) for name, found in measured["found"].items()}
@@ -120,15 +95,6 @@ def of_checks(measured: dict[str, Any]) -> str:
     rows = [[name, *(column[name] for column in columns.values())] for name in names]
     head = ["share of a step: of fastest tenths; median of rounds (its spread)", *columns]
     return f"{table(head, rows)}\n\nChecks: {told(measured['circumstances'])}"
-
-
-def _beyond(step_s: list[float], other_s: list[float], starts: int) -> str:
-    """Return what a step takes beyond another one, in microseconds."""
-    best = fastest(step_s, starts) - fastest(other_s, starts)
-    differences = [a - b for a, b in zip(step_s, other_s, strict=True)]
-    values = [best, *(quantiles(differences, n=4)[index] for index in (1, 0, 2))]
-    best_us, middle_us, low_us, high_us = (f"{value * 1e6:.0f}" for value in values)
-    return f"**{best_us}**; {middle_us} ({low_us} to {high_us})"
 
 
 def _ratio(step_s: list[float], yardstick_s: list[float]) -> str:
