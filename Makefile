@@ -208,7 +208,7 @@ bench-ordered-mean: $(BENCH)/.done  ## Compare means in the order of ranks with 
 	OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR $(BENCH)/bin/python -m benchmarks.ordered-mean.measure
 	$(BENCH)/bin/python -m benchmarks.ordered-mean.report
 
-# On a machine with a GPU; timm's own benchmark too: make bench-gpu GPU_FLAGS="--timm ~/timm/benchmark.py"
+# On a machine with a GPU. Without torch.compile: make bench-gpu GPU_FLAGS=--no-compile
 bench-gpu: $(VENV)/.test  ## Measure steps on one GPU against hand-written loops.
 	$(BIN)/python -m benchmarks.gpu.measure $(GPU_FLAGS)
 	$(BIN)/python -m benchmarks.gpu.report

@@ -21,7 +21,7 @@ WARM_UP = 2
 
 
 def in_turns(
-    epochs: Mapping[str, Callable[[], None]], steps: int, rounds: int
+    epochs: Mapping[str, Callable[[], object]], steps: int, rounds: int
 ) -> dict[str, list[float]]:
     """Seconds of a step on the slower rank, a number for each round. Collective.
 

@@ -1,15 +1,13 @@
-"""Turns result.json into the table of README.md. Measures nothing."""
+"""Turns result.json into the tables of README.md. Measures nothing."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from statistics import median
+from typing import Any
 
-from benchmarks.report_page import fill, table, told
+from benchmarks.report_page import publish, ratios, spread, table
 
-HERE = Path(__file__).parent
 ROWS = {
     "torch.save": "`torch.save` by rank 0 over the file before, fsynced: training stands still",
     "torch.save, new file": "the same to a new file; then the file before is removed",
@@ -19,45 +17,27 @@ ROWS = {
     "restore": "restore: verified against its hashes, then loaded by both ranks",
     "torch.load": "`torch.load` by both ranks",
 }
+HEAD = ["seconds", "share of `torch.save`", "fastest / torch's fastest", "processor, busiest rank"]
 
 
-def main() -> None:
-    result = json.loads((HERE / "result.json").read_text())
+def page(result: dict[str, Any]) -> Iterator[str]:
     found = result["found"]
     rows = []
     for key, name in ROWS.items():
-        ratios = [a / b for a, b in zip(found[key], found["torch.save"], strict=True)]
+        shares = spread(ratios(found[key], found["torch.save"]))
         yardstick = found["torch.load" if key == "restore" else "torch.save"]
-        processor = f"{min(found[f'{key}, processor']):.2f}"
         fastest = f"{min(found[key]) / min(yardstick):.2f}"
-        rows.append([name, _spread(found[key], 2), _spread(ratios, 2), fastest, processor])
-    slowdown = [
-        a / b for a, b in zip(found["beside, steps meanwhile"], found["steps"], strict=True)
-    ]
+        processor = f"{min(found[f'{key}, processor']):.2f}"
+        rows.append([name, spread(found[key]), shares, fastest, processor])
+    yield table([f"median of {len(found['steps'])} rounds (min to max)", *HEAD], rows)
+    slowdown = spread(ratios(found["beside, steps meanwhile"], found["steps"]))
     sizes = {key: found[f"bytes, {key}"][0] / 2**20 for key in ("tensors", "torch.save", "Shoal")}
-    text = "\n\n".join(
-        [
-            table(
-                [
-                    f"median of {len(slowdown)} rounds (min to max)",
-                    "seconds",
-                    "share of `torch.save`",
-                    "fastest / torch's fastest",
-                    "processor, busiest rank",
-                ],
-                rows,
-            ),
-            f"Steps beside a save take {_spread(slowdown, 2)} of the time of undisturbed ones. The "
-            "state: "
-            f"{sizes['tensors']:.0f} MiB of tensors; {sizes['torch.save']:.0f} MiB from "
-            "`torch.save`, "
-            f"{sizes['Shoal']:.0f} MiB from Shoal.",
-            _memory(result["memory"]),
-            told(result["circumstances"]),
-        ]
+    yield (
+        f"Steps beside a save take {slowdown} of the time of undisturbed ones. The state: "
+        f"{sizes['tensors']:.0f} MiB of tensors; {sizes['torch.save']:.0f} MiB from `torch.save`, "
+        f"{sizes['Shoal']:.0f} MiB from Shoal."
     )
-    fill(HERE / "README.md", text)
-    print(text)
+    yield _memory(result["memory"])
 
 
 def _memory(found: Mapping[str, Mapping[str, int]]) -> str:
@@ -66,27 +46,18 @@ def _memory(found: Mapping[str, Mapping[str, int]]) -> str:
         for strategy, of in found.items()
     ]
     of = next(iter(found.values()))
-    rows.append(
-        [
-            "`model.weights` from it, beside the model: private memory",
-            *_tensors(of, "load, private"),
-        ]
-    )
+    private = "`model.weights` from it, beside the model: private memory"
+    rows.append([private, *_tensors(of, "load, private")])
     rows.append(["the same, with the pages of the file that it maps", *_tensors(of, "load")])
-    largest_mib = of["largest tensor"] / 2**20
-    sizes = f"largest tensor {largest_mib:.0f} MiB, model {of['model'] / 2**20:.0f} MiB"
-    return table(
-        [f"peak above what the process held before; {sizes}", "MiB", "largest tensors"], rows
-    )
+    largest, model = of["largest tensor"] / 2**20, of["model"] / 2**20
+    sizes = f"largest tensor {largest:.0f} MiB, model {model:.0f} MiB"
+    head = f"peak above what the process held before; {sizes}"
+    return table([head, "MiB", "largest tensors"], rows)
 
 
 def _tensors(of: Mapping[str, int], what: str) -> list[str]:
     return [f"{of[what] / 2**20:.1f}", f"{of[what] / of['largest tensor']:.2f}"]
 
 
-def _spread(values: list[float], digits: int) -> str:
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
 if __name__ == "__main__":
-    main()
+    publish(Path(__file__).parent, page)

@@ -6,8 +6,7 @@
       └ all of it; over a group that does nothing: torch's part alone
 
 All variants take turns in the same processes, in an order that is drawn anew in every round. A
-machine that is busy makes most batches slow, so the fastest and the 5th percentile of very many
-short batches count."""
+machine that is busy makes most batches slow, so the fastest of very many short batches counts."""
 
 from __future__ import annotations
 
@@ -61,10 +60,9 @@ def main() -> None:
         return
     facts = circumstances(("torch", "shoal"))
     part = RESULT.with_suffix(".part.json")
-    arguments = [f"--part={part}", f"--seconds={options.seconds}"]
-    start_ranks(RANKS, ["-m", "benchmarks.collectives.call_parts", *arguments])
-    found = json.loads(part.read_text())
-    part.unlink()
+    found = start_ranks(
+        RANKS, part, "benchmarks.collectives.call_parts", f"--seconds={options.seconds}"
+    )
     write_result(RESULT, {"circumstances": facts, "parts_us": found})
 
 
@@ -121,37 +119,23 @@ def _measure(part: Path, seconds: float) -> None:
     for call in calls.values():
         for _ in range(BATCH):
             call()
-    times_us: dict[str, list[float]] = {name: [] for name in calls}
-    computed_us = dict.fromkeys(calls, 0.0)
+    fastest_us = dict.fromkeys(calls, float("inf"))
     goes_on, end_s = torch.ones(1), time.monotonic() + seconds
     meet = calls["torch.distributed, shoal"]
     while goes_on.item():
         for name in [name for _ in range(20) for name in chance.sample([*calls], len(calls))]:
             meet()
-            call, computed, begin = calls[name], time.process_time_ns(), time.perf_counter_ns()
+            call, begin = calls[name], time.perf_counter_ns()
             for _ in range(BATCH):
                 call()
-            times_us[name].append((time.perf_counter_ns() - begin) / BATCH / 1e3)
-            computed_us[name] += (time.process_time_ns() - computed) / BATCH / 1e3
+            taken_us = (time.perf_counter_ns() - begin) / BATCH / 1e3
+            fastest_us[name] = min(fastest_us[name], taken_us)
         goes_on.fill_(time.monotonic() < end_s)
         dist.all_reduce(goes_on, dist.ReduceOp.MIN)
     if dist.get_rank() == 0:
-        part.write_text(
-            json.dumps({name: _told(times_us[name], computed_us[name]) for name in calls})
-        )
+        part.write_text(json.dumps({name: {"fastest": us} for name, us in fastest_us.items()}))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _told(times_us: list[float], computed_us: float) -> dict[str, float]:
-    ordered = sorted(times_us)
-    return {
-        "fastest": ordered[0],
-        "p5": ordered[len(ordered) // 20],
-        "median": ordered[len(ordered) // 2],
-        "computing": computed_us / len(ordered),
-        "batches": len(ordered),
-    }
 
 
 if __name__ == "__main__":

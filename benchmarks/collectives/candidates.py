@@ -28,25 +28,19 @@ class Candidate(Protocol):
 class Shoal:
     """torch.distributed with the backend of this project."""
 
-    name = "shoal"
+    name, backend = "shoal", "cpu:shoal"
 
     def __init__(self, largest_bytes: int) -> None:
-        self.group = dist.new_group(backend="cpu:shoal")
+        self.group = dist.new_group(backend=self.backend)
 
     def reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
 
 
-class Gloo:
+class Gloo(Shoal):
     """torch.distributed with the backend that it has for CPUs."""
 
-    name = "Gloo"
-
-    def __init__(self, largest_bytes: int) -> None:
-        self.group = dist.new_group(backend="gloo")
-
-    def reduce(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self.group)
+    name, backend = "Gloo", "gloo"
 
 
 class OpenMpi:
@@ -83,24 +77,12 @@ class Horovod:
             port[0] = self.server.start()
             self.server.init(get_host_assignments(parse_hosts(f"localhost:{size}"), size))
         dist.broadcast_object_list(port)
-        places = {
-            "RANK": rank,
-            "SIZE": size,
-            "LOCAL_RANK": rank,
-            "LOCAL_SIZE": size,
-            "CROSS_RANK": 0,
-            "CROSS_SIZE": 1,
-        }
-        ways = {
-            "CONTROLLER": "gloo",
-            "CPU_OPERATIONS": "gloo",
-            "HOSTNAME": "localhost",
-            "GLOO_IFACE": "lo",
-        }
+        places = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
+        places |= {"CROSS_RANK": 0, "CROSS_SIZE": 1}
+        ways = {"CONTROLLER": "gloo", "CPU_OPERATIONS": "gloo", "HOSTNAME": "localhost"}
         meeting = {"GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "GLOO_RENDEZVOUS_PORT": port[0]}
-        os.environ |= {
-            f"HOROVOD_{key}": str(value) for key, value in {**places, **ways, **meeting}.items()
-        }
+        settings = {**places, **ways, **meeting, "GLOO_IFACE": "lo"}
+        os.environ |= {f"HOROVOD_{key}": str(value) for key, value in settings.items()}
         hvd.init()
         self.hvd = hvd
 

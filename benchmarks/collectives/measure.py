@@ -63,53 +63,43 @@ def main() -> None:
 
 
 def _start(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
-    parts = [_start_crew(crew, ranks, options) for crew in CREWS]
-    missing = {name: reason for part in parts for name, reason in part.pop("missing").items()}
-    return {key: value for part in parts for key, value in part.items()} | {"missing": missing}
-
-
-def _start_crew(crew: str, ranks: int, options: argparse.Namespace) -> Any:
-    part = options.out.with_suffix(f".{ranks}.json")
-    arguments = [
-        f"--crew={crew}",
-        f"--part={part}",
-        f"--rounds={options.rounds}",
-        f"--largest-mb={options.largest_mb}",
-    ]
-    start_ranks(ranks, ["-m", "benchmarks.collectives.measure", *arguments])
-    for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{PORT}_*"):
-        left.unlink()
-    found = json.loads(part.read_text())
-    part.unlink()
+    found: dict[str, Any] = {"missing": {}}
+    for crew in CREWS:
+        part = options.out.with_suffix(f".{ranks}.json")
+        words = (
+            f"--crew={crew}",
+            f"--rounds={options.rounds}",
+            f"--largest-mb={options.largest_mb}",
+        )
+        own = start_ranks(ranks, part, "benchmarks.collectives.measure", *words)
+        for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{PORT}_*"):
+            left.unlink()
+        found["missing"] |= own.pop("missing")
+        found |= own
     return found
 
 
-def start_ranks(ranks: int, arguments: list[str]) -> None:
-    """Run Python with these arguments as so many ranks: under mpirun where there is one."""
-    program = [sys.executable, *arguments]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT, "OMP_NUM_THREADS": "1"}
+def start_ranks(ranks: int, part: Path, module: str, *arguments: str) -> Any:
+    """Run a module as so many ranks, under mpirun where there is one. Return what rank 0 wrote."""
+    program = [sys.executable, "-m", module, f"--part={part}", *arguments]
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
+    environment["OMP_NUM_THREADS"] = "1"
     if shutil.which("mpirun"):
-        mpirun = [
-            "mpirun",
-            "-n",
-            str(ranks),
-            "--oversubscribe",
-            "--bind-to",
-            "none",
-            "--mca",
-            "mpi_yield_when_idle",
-        ]
-        mpirun += ["1" if ranks > (os.cpu_count() or 1) else "0"]
-        mpirun += ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        subprocess.run([*mpirun, *program], env={**os.environ, **meeting}, check=True)
+        idle = "1" if ranks > (os.cpu_count() or 1) else "0"
+        mpirun = (
+            f"mpirun -n {ranks} --oversubscribe --bind-to none --mca mpi_yield_when_idle {idle}"
+        )
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        subprocess.run([*mpirun.split(), *root, *program], env=environment, check=True)
     else:
         numbers = [{"RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
-        processes = [
-            subprocess.Popen(program, env={**os.environ, **meeting, **number}) for number in numbers
-        ]
+        processes = [subprocess.Popen(program, env=environment | number) for number in numbers]
         codes = [process.wait() for process in processes]
         if any(codes):
             raise SystemExit("a rank has failed")
+    found = json.loads(part.read_text())
+    part.unlink()
+    return found
 
 
 def be_a_rank() -> None:

@@ -8,9 +8,8 @@ a group that sends nothing, and without DistributedDataParallel at all.
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.interleaved import in_turns
 from shoal.shm_backend.call_handles import CompletedWork
 from shoal.shm_backend.group import ShoalGroup
-
-WARM_UP = 5
 
 
 class SendsNothing(ShoalGroup):
@@ -41,35 +39,18 @@ def networks() -> dict[str, tuple[Callable[[], nn.Module], int]]:
     return {"MLP 64-256-10": (mlp, 50), "CNN": (_cnn, 30), "MLP of 2 million": (_wide, 10)}
 
 
-def measure(rounds: int) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Seconds for a step, of the clock and of this rank's computing; by network and by backend.
-    Collective.
-    """
-    groups = {
-        "Gloo": dist.new_group(backend="gloo"),
-        "shoal": dist.new_group(backend="cpu:shoal"),
-        "DDP alone": dist.new_group(backend="cpu:shoal"),
-        "none": None,
-    }
-    chance, found = random.Random(0), {}
+def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds for a step on the slower rank; by network and by group. Collective."""
+    ours, alone = dist.new_group(backend="cpu:shoal"), dist.new_group(backend="cpu:shoal")
+    groups = {"shoal": ours, "DDP alone": alone, "none": None}
+    found = {}
     for network, (make, steps) in networks().items():
-        for group in groups.values():
-            if isinstance(group, SendsNothing):
-                group.__class__ = ShoalGroup  # DistributedDataParallel begins with real exchanges
+        alone.__class__ = ShoalGroup  # DistributedDataParallel begins with real exchanges
         loops = {name: by_hand(make, group) for name, group in groups.items()}
-        groups["DDP alone"].__class__ = SendsNothing
-        found[network] = {name: {"clock": [], "computing": []} for name in groups}
-        for loop in loops.values():
-            loop(WARM_UP)
-        for _ in range(rounds):
-            for name in chance.sample(list(loops), len(loops)):
-                dist.barrier()
-                begin, computed = time.perf_counter(), time.process_time()
-                loops[name](steps)
-                computed = time.process_time() - computed
-                dist.barrier()
-                found[network][name]["clock"].append((time.perf_counter() - begin) / steps)
-                found[network][name]["computing"].append(computed / steps)
+        alone.__class__ = SendsNothing
+        found[network] = in_turns(
+            {name: partial(loop, steps) for name, loop in loops.items()}, steps, rounds
+        )
     return found
 
 
@@ -83,10 +64,8 @@ def by_hand(
     model = make()
     if group is not None:
         model = DistributedDataParallel(model, process_group=group)
-    optimizer, (x, y) = (
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        samples(dist.get_rank()),
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    x, y = samples(dist.get_rank())
 
     def run(steps: int) -> Tensor:
         for _ in range(steps):

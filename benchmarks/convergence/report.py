@@ -2,65 +2,44 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks.convergence.cases import CASES, TASKS, YARDSTICK
-from benchmarks.report_page import fill, table, told
+from benchmarks.report_page import publish, table
 
-HERE = Path(__file__).parent
-Run = dict[str, Any]
-
-
-def main() -> None:
-    result = json.loads((HERE / "result.json").read_text())
-    parts = [
-        task_table(name, [run for run in result["runs"] if run["task"] == name]) for name in TASKS
-    ]
-    text = "\n\n".join([*parts, told(result["circumstances"])])
-    fill(HERE / "README.md", text)
-    print(text)
+Runs = dict[int, dict[str, Any]]
+"""Seed -> a run."""
 
 
-def task_table(name: str, runs: Sequence[Run]) -> str:
-    """One row a way to train; differences are taken within a seed, over the seeds that both
-    have.
-    """
-    by_case = {case: {run["seed"]: run for run in runs if run["case"] == case} for case in CASES}
-    yardstick = by_case[YARDSTICK]
-    title = f"{TASKS[name].title}; {len(yardstick)} seeds"
-    head = [
-        title,
-        "top1, %",
-        f"less {YARDSTICK}'s",
-        "loss",
-        f"less {YARDSTICK}'s",
-        "steps ahead",
-    ]
-    return table(head, [row(case, found, yardstick) for case, found in by_case.items() if found])
+def page(result: dict[str, Any]) -> Iterator[str]:
+    less = f"less {YARDSTICK}'s"
+    for name, task in TASKS.items():
+        by_case: dict[str, Runs] = {case: {} for case in CASES}
+        for run in result["runs"]:
+            if run["task"] == name:
+                by_case[run["case"]][run["seed"]] = run
+        yardstick = by_case[YARDSTICK]
+        head = [f"{task.title}; {len(yardstick)} seeds", "top1, %", less, "loss", less]
+        rows = [_row(case, found, yardstick) for case, found in by_case.items() if found]
+        yield table([*head, "steps ahead"], rows)
 
 
-def row(case: str, found: dict[int, Run], yardstick: dict[int, Run]) -> list[str]:
-    """Results of one way to train."""
+def _row(case: str, found: Runs, yardstick: Runs) -> list[str]:
+    """Results of one way to train; differences are taken within a seed."""
     shared = sorted(found.keys() & yardstick.keys())
     strategy, *change = case.split(", ")
     cells = [", ".join([f"`{strategy}`", *change])]
     for what, digits in (("top1", 2), ("loss", 4)):
         cells.append(f"{mean(found[seed][what] for seed in shared):.{digits}f}")
-        differences = [found[seed][what] - yardstick[seed][what] for seed in shared]
-        cells.append("" if case == YARDSTICK else spread(differences, f"+.{digits}f"))
-    ahead = [_mean_ahead(run["ahead_percent"]) for run in found.values() if run["ahead_percent"]]
-    most = max((int(steps) for run in found.values() for steps in run["ahead_percent"]), default=0)
-    cells.append(f"{mean(ahead):.1f}, at most {most}" if ahead else "")
-    return cells
-
-
-def spread(values: list[float], form: str) -> str:
-    """The mean, and from where to where."""
-    return f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+        less, form = [found[n][what] - yardstick[n][what] for n in shared], f"+.{digits}f"
+        means = f"{mean(less):{form}} ({min(less):{form}} to {max(less):{form}})"
+        cells.append("" if case == YARDSTICK else means)
+    ahead = [run["ahead_percent"] for run in found.values() if run["ahead_percent"]]
+    most = max((int(steps) for percent in ahead for steps in percent), default=0)
+    return [*cells, f"{mean(map(_mean_ahead, ahead)):.1f}, at most {most}" if ahead else ""]
 
 
 def _mean_ahead(percent: dict[str, float]) -> float:
@@ -68,4 +47,4 @@ def _mean_ahead(percent: dict[str, float]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    publish(Path(__file__).parent, page)

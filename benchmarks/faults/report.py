@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.faulty_run import LIMIT_S
 from benchmarks.faults.kinds import KINDS, PLACES, Kind
-from benchmarks.report_page import fill, table, told
-
-HERE = Path(__file__).parent
-PAGE = HERE / "README.md"
+from benchmarks.report_page import publish, table
 
 
-def main() -> None:
-    result = json.loads((HERE / "result.json").read_text())
+def page(result: dict[str, Any]) -> Iterator[str]:
     trials = result["trials"]
-    held = sum(trial["held"] for trial in trials)
     promises: dict[str, list[list[str]]] = {}
     for kind in KINDS:
         promises.setdefault(kind.promise, []).append(_row(trials, kind))
-    text = [
-        *(table([f"promise: {promise}", *PLACES], rows) for promise, rows in promises.items()),
-        f"{held} of {len(trials)} trials held. A cell: trials that held / trials; the longest time "
-        "in seconds from the fault until it was told, and until the next step was done. Empty: not "
-        f"measured, or not possible there. The limit of hangs was {LIMIT_S:g} s.",
-    ]
-    text.append(told(result["circumstances"]))
-    if "writer_us" in result:
-        costs = ", ".join(f"{name} {us:.2f} us" for name, us in result["writer_us"].items())
-        text.append(f"The words cost a rank, in Python: {costs}.")
-    fill(PAGE, "\n\n".join(text))
-    print(f"{held} of {len(trials)} held")
+    for promise, rows in promises.items():
+        yield table([f"promise: {promise}", *PLACES], rows)
+    yield (
+        f"{sum(trial['held'] for trial in trials)} of {len(trials)} trials held. A cell: trials "
+        "that held / trials; the longest time in seconds from the fault until it was told, and "
+        "until the next step was done. Empty: not measured, or not possible there. The limit of "
+        f"hangs was {LIMIT_S:g} s."
+    )
+    costs = ", ".join(f"{name} {us:.2f} us" for name, us in result["writer_us"].items())
+    yield f"The words cost a rank, in Python: {costs}."
 
 
 def _row(trials: list[dict[str, Any]], kind: Kind) -> list[str]:
@@ -51,4 +44,4 @@ def _row(trials: list[dict[str, Any]], kind: Kind) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    publish(Path(__file__).parent, page)

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
-import re
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -35,8 +32,6 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny models, on any device")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--timm", type=Path, help="benchmark.py of a checkout of timm")
-    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     if not (options.smoke or torch.cuda.is_available()):
         sys.exit("there is no CUDA device here; --smoke runs in small on the CPU")
@@ -48,7 +43,6 @@ def main() -> None:
     result: dict[str, Any] = {
         "circumstances": circumstances(("torch", "torchvision", "timm", "shoal")),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "smoke": options.smoke,
         "peak": source,
         "tasks": {},
     }
@@ -58,10 +52,8 @@ def main() -> None:
         found["peak_flops"] = peak
         result["tasks"][task.name] = found
         print(task.name, {k: round(min(v) * 1e3, 2) for k, v in found["step_s"].items()})
-        write_result(options.out, result)  # the next may not fit
-    if options.timm is not None:
-        result["timm"] = by_timm(options.timm)
-        write_result(options.out, result)
+        if not options.smoke:
+            write_result(RESULT, result)  # the next may not fit
     dist.destroy_process_group()
 
 
@@ -118,21 +110,6 @@ def _waits(epoch: Epoch, device: torch.device, steps: int) -> float | None:
         epoch()
     names = [event.name for event in profile.events()]
     return sum(map(names.count, WAITS)) / steps
-
-
-def by_timm(script: Path) -> dict[str, Any]:
-    """Run timm's own benchmark of training, and return what it prints."""
-    command = [
-        *(sys.executable, str(script), "--model", "resnet50", "--bench", "train"),
-        *("--batch-size", "256", "--channels-last", "--amp", "--amp-dtype", "bfloat16"),
-        *("--torchcompile",),
-    ]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = re.search(r"--result\s*(\{.*\}|\[.*\])", output, re.DOTALL)
-    if found is None:
-        raise SystemExit(f"{script} printed no result:\n{output[-2000:]}")
-    parsed = json.loads(found.group(1))
-    return parsed[0] if isinstance(parsed, list) else parsed
 
 
 if __name__ == "__main__":

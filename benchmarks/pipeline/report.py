@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pipeline.picture import draw
-from benchmarks.report_page import fill, table, told
+from benchmarks.report_page import publish, table
 
 HERE = Path(__file__).parent
 MICROBATCHES = (1, 4, 8, 16)
@@ -15,16 +15,11 @@ WAITING = ("stages that wait", "ranks", *(f"{m} micro-batches" for m in MICROBAT
 REAL = ("a GPT of eight blocks", "micro-batches", "formula", "waiting, rank by rank", "step")
 
 
-def main() -> None:
-    result = json.loads((HERE / "result.json").read_text())
+def page(result: dict[str, Any]) -> Iterator[str]:
     layouts = dict.fromkeys((case["schedule"], case["ranks"]) for case in result["waiting"])
-    tables = [table(WAITING, [waiting_row(*each, result["waiting"]) for each in layouts])]
-    if result["real"]:
-        tables.append(table(REAL, [real_row(case) for case in result["real"]]))
-    text = "\n\n".join([*tables, told(result["circumstances"])])
-    fill(HERE / "README.md", text)
+    yield table(WAITING, [waiting_row(*each, result["waiting"]) for each in layouts])
+    yield table(REAL, [real_row(case) for case in result["real"]])
     draw(result["waiting"], HERE / "pipeline.png")
-    print(text)
 
 
 def waiting_row(schedule: str, ranks: int, cases: list[dict[str, Any]]) -> list[str]:
@@ -52,4 +47,4 @@ def real_row(case: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    publish(HERE, page)

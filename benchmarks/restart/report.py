@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
+from typing import Any
 
-from benchmarks.report_page import fill, table, told
+from benchmarks.report_page import publish, spread, table
 
-HERE = Path(__file__).parent
+MARKS = {"started": "ranks start again", "resumed": "they have resumed", "step": "a step is done"}
 
 
-def main() -> None:
-    result = json.loads((HERE / "result.json").read_text())
-    rounds = min(len(times) for kinds in result["seconds"].values() for times in kinds.values())
-    head = [
-        f"seconds: median of {rounds} (min to max)",
-        "ranks start again",
-        "they have resumed",
-        "a step is done",
-    ]
+def page(result: dict[str, Any]) -> Iterator[str]:
     rows = [
-        [
-            f"{strategy}, {kind}",
-            *(_spread([time[mark] for time in times]) for mark in ("started", "resumed", "step")),
-        ]
+        [f"{strategy}, {kind}", *(spread([time[mark] for time in times]) for mark in MARKS)]
         for strategy, kinds in result["seconds"].items()
         for kind, times in kinds.items()
     ]
-    text = "\n\n".join([table(head, rows), told(result["circumstances"])])
-    fill(HERE / "README.md", text)
-    print(text)
-
-
-def _spread(values: list[float]) -> str:
-    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    rounds = min(len(times) for kinds in result["seconds"].values() for times in kinds.values())
+    yield table([f"seconds: median of {rounds} (min to max)", *MARKS.values()], rows)
 
 
 if __name__ == "__main__":
-    main()
+    publish(Path(__file__).parent, page)

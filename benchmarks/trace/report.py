@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from benchmarks.report_page import fill, table, told
+from benchmarks.report_page import publish, ratios, table
 
-HERE = Path(__file__).parent
+HEAD = ["2 ranks, ddp", "a step without", "asked for / without", "recording / without"]
 
 
-def main() -> None:
-    result = json.loads((HERE / "result.json").read_text())
+def page(result: dict[str, Any]) -> Iterator[str]:
     rows = [_row(network, times_s) for network, times_s in result["step_s"].items()]
-    head = [
-        "2 ranks, ddp",
-        "a step without",
-        "asked for / without",
-        "recording / without",
-        "recording costs",
-    ]
-    text = "\n\n".join([table(head, rows), told(result["circumstances"])])
-    fill(HERE / "README.md", text)
-    print(text)
+    yield table([*HEAD, "recording costs"], rows)
 
 
 def _row(network: str, times_s: dict[str, list[float]]) -> list[str]:
-    asked, recording = (
-        [a / b for a, b in zip(times_s[way], times_s["none"], strict=True)]
-        for way in ("asked for", "recording")
-    )
-    more_s = median(a - b for a, b in zip(times_s["recording"], times_s["none"], strict=True))
-    return [
-        network,
-        f"{median(times_s['none']) * 1e3:.2f} ms",
-        f"{median(asked):.3f}",
-        f"{median(recording):.3f}",
-        f"{more_s * 1e6:.0f} us a step",
-    ]
+    none = times_s["none"]
+    shares = [median(ratios(times_s[way], none)) for way in ("asked for", "recording")]
+    more_s = median(a - b for a, b in zip(times_s["recording"], none, strict=True))
+    middle = f"{median(none) * 1e3:.2f} ms"
+    return [network, middle, *(f"{share:.3f}" for share in shares), f"{more_s * 1e6:.0f} us a step"]
 
 
 if __name__ == "__main__":
-    main()
+    publish(Path(__file__).parent, page)

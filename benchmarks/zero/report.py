@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from benchmarks.interleaved import compared, head
-from benchmarks.report_page import fill, table, told
-
-HERE = Path(__file__).parent
+from benchmarks.report_page import publish, quartiles, ratios, table
 
 
-def main() -> None:
-    result = json.loads((HERE / "result.json").read_text())
-    steps = result["step_s"]
-    rows = [
-        [f"`{s}`", *compared(steps[f"Shoal, {s}"], steps[f"by hand, {s}"])]
-        for s in ("zero2", "zero3")
-    ]
-    titles = head("", "`fully_shard`", len(steps["Shoal, zero2"]))
-    text = "\n\n".join([table(titles, rows), told(result["circumstances"])])
-    fill(HERE / "README.md", text)
-    print(text)
+def page(result: dict[str, Any]) -> Iterator[str]:
+    steps, rows = result["step_s"], []
+    for strategy in ("zero2", "zero3"):
+        hand, ours = steps[f"by hand, {strategy}"], steps[f"Shoal, {strategy}"]
+        middles = [f"{1000 * median(times_s):.1f} ms" for times_s in (hand, ours)]
+        rows.append([f"`{strategy}`", *middles, quartiles(ratios(ours, hand), ".3f", "**")])
+    rounds = f"ratio: median of {len(hand)} rounds (quartiles)"
+    yield table(["", "`fully_shard` by hand", "Shoal", rounds], rows)
 
 
 if __name__ == "__main__":
-    main()
+    publish(Path(__file__).parent, page)
