@@ -1,22 +1,19 @@
-"""The cost of the checks of a step: all of them, and each, as shares of a step of some 5 ms.
+"""The cost of the checks of a step, as a share of a step of some 5 ms.
 
 To look at gradients is to read them once more, from the third cache at best. So two models are
 measured: a CNN, which computes much with few parameters, and an MLP of 460,000 parameters on 64
 rows, of which every gradient is as dear as it gets.
 
-    round 1   all on  no guards  not judged  all off     a step each, in a new order, on all ranks
-    round 2   all off  all on  no guards  not judged
+    round 1   all checks  no checks      a step each, in a new order, on all ranks
+    round 2   no checks  all checks
 
-All candidates live in the same processes and take single steps in turn, so that a disturbance that
-is longer than a round falls on all of them. While one steps, the guards of the others take no part:
-theirs would look for the parameters of the others in its backward pass, which no run alone does.
-The first figure is the ratio of the fastest tenths,
-which tells what the code costs on a machine that others use too; then the median of the rounds'
-ratios, with the spread of the medians of ten parts of the rounds. Where the machine has more work
-than cores, differences of steps are lost in what the others do: so the checks' own functions are
-timed too, by the processor's clock, in a run that has them all. What is no part of each step is
-timed alone: the comparison of replicas, every `train.check_replicas` steps, and the fingerprint of
-the data, once in a run.
+Both candidates live in the same processes and take single steps in turn, so that a disturbance that
+is longer than a round falls on both. While one steps, the guards of the other take no part: they
+would look for the parameters of the other in its backward pass, which no run alone does. The first
+figure is the ratio of the fastest tenths, which tells what the code costs on a machine that others
+use too; then the median of the rounds' ratios, with the spread of the medians of ten parts of the
+rounds. Where the machine has more work than cores, differences of steps are lost in what the others
+do: so the checks' own functions are timed too, by the processor's clock, in a run with them all.
 
     python -m benchmarks.overhead.checks
 """
@@ -28,7 +25,6 @@ import gc
 import random
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -41,9 +37,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from benchmarks.report_page import circumstances, write_result
-from shoal.config.job import TrainConfig
-from shoal.data.fingerprint import fingerprint
+from benchmarks.report_page import circumstances, ratios, write_result
 from shoal.run.guards.guarded_models import StepPhase
 from shoal.run.guards.guards import Guards
 from shoal.run.nonfinite_steps import NonfiniteSteps
@@ -55,8 +49,6 @@ ROWS, BATCHES, WARM_UP, PARTS = 64, 8, 20, 10
 WIDTH = 640  # of the MLP: a step of some 3 to 5 ms on one core
 CANDIDATES: dict[str, dict[str, Any]] = {
     "all checks": {},
-    "no guards": {"guards": False},
-    "not judged": {"nonfinite": "ignore"},
     "no checks": {"guards": False, "nonfinite": "ignore"},
 }
 FUNCTIONS: tuple[tuple[type, tuple[str, ...]], ...] = (
@@ -86,9 +78,8 @@ def measured(model: str, rounds: int) -> dict[str, Any]:
     gc.disable()
     for number in range(WARM_UP + rounds):
         for name in chance.sample(list(steps), len(steps)):
-            with ExitStack() as others:
-                for other in steps.keys() - {name}:
-                    others.enter_context(steps[other][1]._prepared.in_step())
+            (other,) = (run for each, (_, run) in steps.items() if each != name)
+            with other._prepared.guards.phase:
                 started_s, began_s = time.perf_counter(), time.thread_time()
                 steps[name][0]()
                 ended_s, worked_s = time.perf_counter(), time.thread_time() - began_s
@@ -98,13 +89,7 @@ def measured(model: str, rounds: int) -> dict[str, Any]:
     slower = torch.tensor([times_s[name] for name in steps], dtype=torch.float64)
     if dist.get_world_size() > 1:
         dist.all_reduce(slower, dist.ReduceOp.MAX)
-    run, data = steps["all checks"][1:]
-    return {
-        "step_s": dict(zip(steps, slower.tolist(), strict=True)),
-        "cpu_s": cpu_s,
-        "check_replicas_s": fastest(run.check_replicas),
-        "fingerprint_s": fastest(lambda: fingerprint(data)),
-    }
+    return {"step_s": dict(zip(steps, slower.tolist(), strict=True)), "cpu_s": cpu_s}
 
 
 def spent(model: str, rounds: int) -> list[float]:
@@ -118,7 +103,7 @@ def spent(model: str, rounds: int) -> list[float]:
     for owner, names in FUNCTIONS:
         for name in names:  # in a process that measures nothing else
             setattr(owner, name, _timed(getattr(owner, name), spent_s))
-    step, _, _ = stepping(model, {})
+    step, _ = stepping(model, {})
     found = []
     for _ in range(WARM_UP + rounds):
         spent_s[0] = 0.0
@@ -153,8 +138,8 @@ def cnn() -> tuple[nn.Module, tuple[int, ...]]:
 MODELS = {"CNN": cnn, "MLP": mlp}
 
 
-def stepping(name: str, checks: dict[str, Any]) -> tuple[Step, shoal.Run, Any]:
-    """Return a step of a model of its own, its run, and its data. Collective."""
+def stepping(name: str, checks: dict[str, Any]) -> tuple[Step, shoal.Run]:
+    """Return a step of a model of its own, and its run. Collective."""
     torch.manual_seed(0)
     run = shoal.init(announce=lambda _: None, **checks)
     model, shape = MODELS[name]()
@@ -177,30 +162,19 @@ def stepping(name: str, checks: dict[str, Any]) -> tuple[Step, shoal.Run, Any]:
         optimizer.step()
         return loss
 
-    return step, run, data
+    return step, run
 
 
-def fastest(action: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of five calls."""
-    times_s = []
-    for _ in range(5):
-        started_s = time.perf_counter()
-        action()
-        times_s.append(time.perf_counter() - started_s)
-    return min(times_s)
-
-
-def share(step_s: dict[str, list[float]], on: str, off: str) -> tuple[float, float, float]:
-    """Return what `on` takes beyond `off`, in percent of the step: median, and its spread."""
-    ratios = [100 * (a / b - 1) for a, b in zip(step_s[on], step_s[off], strict=True)]
-    length = len(ratios) // PARTS
-    medians = sorted(median(ratios[part * length :][:length]) for part in range(PARTS))
-    return median(ratios), medians[1], medians[-2]
-
-
-def share_of_fastest(step_s: dict[str, list[float]], on: str, off: str) -> float:
-    """Return the same of the steps that took longer than a tenth of all."""
-    return 100 * (tenth(step_s[on]) / tenth(step_s[off]) - 1)
+def share(step_s: dict[str, list[float]]) -> str:
+    """Return what all checks take beyond none, in percent of the step: of fastest tenths; the
+    median, and its spread.
+    """
+    on, off = step_s["all checks"], step_s["no checks"]
+    percent = [100 * (ratio - 1) for ratio in ratios(on, off)]
+    length = len(percent) // PARTS
+    medians = sorted(median(percent[part * length :][:length]) for part in range(PARTS))
+    best, middle = 100 * (tenth(on) / tenth(off) - 1), median(percent)
+    return f"**{best:.2f} %**; {middle:.2f} % ({medians[1]:.2f} to {medians[-2]:.2f})"
 
 
 def tenth(times_s: list[float]) -> float:
@@ -208,35 +182,17 @@ def tenth(times_s: list[float]) -> float:
     return sorted(times_s)[len(times_s) // 10]
 
 
-def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the lines of the report of one number of ranks."""
-    step_s = found["step_s"]
-    step = median(step_s["no checks"])
-    lines = [("a step without checks", f"{1e3 * step:.2f} ms")]
-    for name, on, off in (
-        ("all checks of a step together", "all checks", "no checks"),
-        ("guards", "all checks", "no guards"),
-        ("loss and gradients finite", "all checks", "not judged"),
-    ):
-        middle, low, high = share(step_s, on, off)
-        best = share_of_fastest(step_s, on, off)
-        lines.append((name, f"**{best:.2f} %**; {middle:.2f} % ({low:.2f} to {high:.2f})"))
+def rows_of(found: dict[str, Any]) -> dict[str, str]:
+    """Return the cells of the report of one model and number of ranks."""
     cpu_us = {name: 1e6 * tenth(times_s) for name, times_s in found["cpu_s"].items()}
     more_us = cpu_us["all checks"] - cpu_us["no checks"]
-    lines.append(("all checks of a step, processor time", f"{more_us:.0f} us"))
     spent_us = [1e6 * time_s for time_s in found["spent_s"]]
-    alone = f"{tenth(spent_us):.0f} us; {median(spent_us):.0f} us"
-    lines.append(("the same, in their own functions", alone))
-    every = TrainConfig().check_replicas or 1
-    of_a_step = found["check_replicas_s"] / step
-    lines.append(
-        (
-            f"replicas compared, every {every} steps",
-            f"{100 * of_a_step / every:.2f} %, {1e3 * found['check_replicas_s']:.1f} ms each",
-        )
-    )
-    fingerprint = f"{1e3 * found['fingerprint_s']:.2f} ms"
-    return [*lines, ("fingerprint of the data, once in a run", fingerprint)]
+    return {
+        "a step without checks": f"{1e3 * median(found['step_s']['no checks']):.2f} ms",
+        "all checks of a step together": share(found["step_s"]),
+        "all checks of a step, processor time": f"{more_us:.0f} us",
+        "the same, in their own functions": f"{tenth(spent_us):.0f} us; {median(spent_us):.0f} us",
+    }
 
 
 def main() -> None:
@@ -248,9 +204,9 @@ def main() -> None:
     for ranks, model in product(options.ranks, MODELS):
         found = world.run(ranks, measured, model, options.rounds, timeout_s=600)[0]
         found["spent_s"] = world.run(ranks, spent, model, options.rounds, timeout_s=600)[0]
-        result["found"][f"{model}, {ranks} rank{'s' if ranks > 1 else ''}"] = found
-        print(f"{model}, {ranks} rank{'s' if ranks > 1 else ''}")
-        print("\n".join(f"  {name:45s}{value}" for name, value in rows_of(found)), flush=True)
+        name = f"{model}, {ranks} rank{'s' * (ranks > 1)}"
+        result["found"][name] = found
+        print(name, rows_of(found), flush=True)
     write_result(RESULT, result)
 
 
