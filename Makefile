@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help dist test-wheels demo test test-torch coverage test-slow test-anywhere test-real test-hf affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-faults bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-gpu clean bench-plan site
+.PHONY: help dist test-wheels demo test test-torch coverage test-slow test-anywhere test-real test-hf affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-faults bench-servers-needed bench-convergence bench-collectives bench-trace bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-gpu clean bench-plan site
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -152,10 +152,6 @@ bench-plan: $(BENCH)/.done  ## Measure what shoal plan has predicted: time and m
 bench-zero: $(BENCH)/.done  ## Measure sharded steps against a hand-written fully_shard.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.zero.measure
 	$(BENCH)/bin/python -m benchmarks.zero.report
-
-bench-tensor: $(BENCH)/.done  ## Measure tensor-parallel steps against a hand-written parallelize_module.
-	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.tensor.measure
-	$(BENCH)/bin/python -m benchmarks.tensor.report
 
 bench-sequence: $(BENCH)/.done  ## Measure the memory of activations under sequence parallelism.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.sequence.measure

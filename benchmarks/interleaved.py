@@ -11,8 +11,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from statistics import median, quantiles
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -42,18 +41,3 @@ def in_turns(
             if counted:
                 times_s[name].append(slower.item())
     return times_s
-
-
-def compared(ours: Sequence[float], yardstick: Sequence[float]) -> list[str]:
-    """Three cells of a table: the yardstick's step, ours, and the median of the rounds' ratios
-    with its quartiles.
-    """
-    ratios = [a / b for a, b in zip(ours, yardstick, strict=True)]
-    low, _, high = quantiles(ratios)
-    times = [f"{1000 * median(yardstick):.1f} ms", f"{1000 * median(ours):.1f} ms"]
-    return [*times, f"**{median(ratios):.3f}** ({low:.3f} to {high:.3f})"]
-
-
-def head(what: str, yardstick: str, rounds: int) -> list[str]:
-    """Return the column headings; the first is for the name of the comparison."""
-    return [what, f"{yardstick} by hand", "Shoal", f"ratio: median of {rounds} rounds (quartiles)"]

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from benchmarks.collectives import steps
 from benchmarks.interleaved import in_turns
+from benchmarks.overhead import tensor_loops
 from benchmarks.report_page import circumstances, write_result
-from benchmarks.tensor import measure as tensor
 from benchmarks.zero import measure as zero
 from shoal.run.supervised import supervised
 
@@ -77,16 +77,15 @@ def tasks() -> dict[str, tuple[int, Callable[[], Epoch], Callable[[Any], Epoch]]
             partial(_ddp, make, count),
             partial(_ddp_by_hand, make, count),
         )
-    zero3, sliced = partial(zero.by_shoal, "zero3"), partial(tensor.by_shoal, "")
     found["zero3, GPT of 5 million"] = (
         zero.STEPS,
-        zero3,
+        partial(zero.by_shoal, "zero3"),
         lambda group: zero.by_hand(reshard=True, mesh=_line(group)),
     )
     found["tensor=2, GPT of 5 million"] = (
-        tensor.STEPS,
-        sliced,
-        lambda group: tensor.by_hand(prepared=True, vocabulary=True, mesh=_line(group)),
+        tensor_loops.STEPS,
+        tensor_loops.by_shoal,
+        lambda group: tensor_loops.by_hand(_line(group)),
     )
     return found
 
@@ -94,10 +93,8 @@ def tasks() -> dict[str, tuple[int, Callable[[], Epoch], Callable[[Any], Epoch]]
 def _ddp(make: Callable[[], nn.Module], count: int) -> Epoch:
     torch.manual_seed(0)
     run, model = shoal.init("ddp", announce=lambda _: None), make()
-    optimizer, (x, y) = (
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        steps.samples(seed=0),
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    x, y = steps.samples(seed=0)
     ranks, rows = dist.get_world_size(), len(y)
     batches = DataLoader(
         TensorDataset(x.repeat(ranks * count, 1, 1, 1), y.repeat(ranks * count)), ranks * rows
