@@ -32,14 +32,8 @@ TASKS = {
         "stdlib_lstm, shortened: width 256, 64 bytes a sample, 200 steps, AdamW",
         (
             *("stdlib_lstm", "--train.max_steps", "200", "--data.sequence_length", "64"),
-            *(
-                "--model.options.width",
-                "256",
-                "--schedule.warmup_epochs",
-                "0.0015",
-                "--train.clip_norm",
-                "null",
-            ),
+            *("--model.options.width", "256", "--schedule.warmup_epochs", "0.0015"),
+            *("--train.clip_norm", "null"),
         ),
     ),
 }

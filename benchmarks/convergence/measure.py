@@ -29,11 +29,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=range(5))
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     options = parser.parse_args()
-    result = (
-        json.loads(RESULT.read_text())
-        if RESULT.exists()
-        else {"circumstances": _facts(), "runs": []}
-    )
+    result = {"circumstances": circumstances(("torch", "shoal")), "runs": []}
+    if RESULT.exists():
+        result = json.loads(RESULT.read_text())
     known = {(run["task"], run["case"], run["seed"]) for run in result["runs"]}
     # All strategies of a seed before the next: what an interruption leaves can be compared.
     for seed, task, (name, case) in itertools.product(options.seeds, options.tasks, CASES.items()):
@@ -50,17 +48,9 @@ def train(task: Task, case: Case, seed: int) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="convergence-") as folder:
         out = Path(folder) / "run"
-        flags = [
-            *task.argv,
-            *case.argv,
-            "--strategy",
-            case.strategy,
-            "--seed",
-            str(seed),
-            "--out",
-            str(out),
-        ]
+        flags = [*task.argv, *case.argv, "--strategy", case.strategy, "--seed", str(seed)]
         argv = [sys.executable, "-m", "shoal", "train", "-n", str(WORKERS), *flags]
+        argv += ["--out", str(out)]
         made = subprocess.run(
             argv, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
@@ -76,10 +66,6 @@ def train(task: Task, case: Case, seed: int) -> dict[str, Any]:
     return found | {
         "ahead_percent": {steps: float(share.removesuffix(" %")) for steps, share in shares}
     }
-
-
-def _facts() -> dict[str, str]:
-    return circumstances(("torch", "shoal"))
 
 
 def _keep(result: dict[str, Any]) -> None:

@@ -22,14 +22,8 @@ def shoal(ranks: int, script: str, folder: Path) -> Command:
 
 
 def torchrun(ranks: int, script: str, folder: Path) -> Command:
-    return [
-        str(BIN / "torchrun"),
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        script,
-        str(folder),
-    ], {}
+    words = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks)]
+    return [*words, script, str(folder)], {}
 
 
 def mpirun(ranks: int, script: str, folder: Path) -> Command:
@@ -39,33 +33,12 @@ def mpirun(ranks: int, script: str, folder: Path) -> Command:
 
 def accelerate(ranks: int, script: str, folder: Path) -> Command:
     """Without GPUs it leaves several processes to mpirun."""
-    words = [
-        str(BIN / "accelerate"),
-        "launch",
-        "--cpu",
-        "--num_machines",
-        "1",
-        "--num_processes",
-        str(ranks),
-    ]
-    words += [
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-        "--main_process_port",
-        str(_free_port()),
-    ]
     hosts = folder / "hosts"
     hosts.write_text(f"localhost slots={ranks}\n")
-    words += [
-        "--mpirun_hostfile",
-        str(hosts),
-        "--main_process_ip",
-        "127.0.0.1",
-        script,
-        str(folder),
-    ]
+    words = [str(BIN / "accelerate"), "launch", "--cpu", "--num_machines", "1"]
+    words += ["--num_processes", str(ranks), "--mixed_precision", "no", "--dynamo_backend", "no"]
+    words += ["--main_process_port", str(_free_port()), "--mpirun_hostfile", str(hosts)]
+    words += ["--main_process_ip", "127.0.0.1", script, str(folder)]
     # It names a place to meet for several processes only.
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())} if ranks == 1 else {}
     return words, {**_as_root(), **alone}

@@ -28,9 +28,7 @@ from benchmarks.hosts.namespaces import address
 from benchmarks.hosts.program import as_a_program
 from benchmarks.hosts.worker_pool import WorkerPool
 from benchmarks.report_page import circumstances, write_result
-from shoal.comm import equal_chunks
 from shoal.comm.deterministic import rank_order_mean
-from shoal.shm_backend.reduce_kernels import reduce_into
 
 RESULT = Path(__file__).with_name("result.json")
 RATES_MBIT, HOSTS, SIZES_MIB = (100, 400, 1000), (2, 3, 4), (1, 4, 16, 64)
@@ -46,24 +44,7 @@ def ring(tensor: Tensor) -> None:
     tensor.div_(dist.get_world_size())
 
 
-def whole_chunks(tensor: Tensor) -> None:
-    """The same sum without slices: all to all, add, all-gather, one after the other."""
-    size = dist.get_world_size()
-    length = -(-tensor.numel() // size)
-    padded = torch.nn.functional.pad(tensor, (0, size * length - tensor.numel()))
-    chunks, terms = padded.view(size, length), torch.empty(size, length)
-    equal_chunks.all_to_all(terms, chunks)
-    reduced = torch.empty(length)
-    reduce_into(reduced, terms.unbind(), "avg")
-    equal_chunks.all_gather(chunks, reduced)
-    tensor.copy_(padded[: tensor.numel()])
-
-
-CANDIDATES: dict[str, Callable[[Tensor], object]] = {
-    "ring": ring,
-    "ordered": rank_order_mean,
-    "whole chunks": whole_chunks,
-}
+CANDIDATES: dict[str, Callable[[Tensor], object]] = {"ring": ring, "ordered": rank_order_mean}
 
 
 def rank_on_host(

@@ -9,7 +9,6 @@ metrics.jsonl."""
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -18,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report_page import circumstances, write_result
 from benchmarks.watched_training import WatchedTraining
@@ -26,16 +26,7 @@ HERE = Path(__file__).parent
 RESULT = HERE / "result.json"
 RANKS = 4
 STRATEGIES = ("ddp", "server=2")
-SETTINGS = (
-    "--train.epochs",
-    "100000",
-    "--log.every",
-    "1",
-    "--log.tensorboard",
-    "false",
-    "--restarts",
-    "1000",
-)
+SETTINGS = "--train.epochs 100000 --log.every 1 --log.tensorboard false --restarts 1000"
 
 
 class Training(WatchedTraining):
@@ -44,7 +35,7 @@ class Training(WatchedTraining):
     def __init__(self, folder: Path, strategy: str) -> None:
         self.notes = folder / "notes"
         self.notes.mkdir()
-        words = ["digits", "-n", str(RANKS), "--strategy", strategy, *SETTINGS]
+        words = ["digits", "-n", str(RANKS), "--strategy", strategy, *SETTINGS.split()]
         words += ["--plugin", str(HERE / "pid_notes.py")]
         super().__init__(folder / "run", words, {"NOTES": str(self.notes)})
 
@@ -63,24 +54,18 @@ class Training(WatchedTraining):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
-    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    result = json.loads(options.out.read_text()) if options.out.exists() else {"seconds": {}}
-    result["circumstances"] = circumstances(("torch", "shoal"))
-    for strategy in options.strategies:
+    result: dict[str, Any] = {"circumstances": circumstances(("torch", "shoal")), "seconds": {}}
+    for strategy in STRATEGIES:
         result["seconds"][strategy] = measured(strategy, options.rounds)
-        write_result(options.out, result)
+        write_result(RESULT, result)
 
 
 def measured(strategy: str, rounds: int) -> dict[str, list[dict[str, float]]]:
     """Return the times of each event, one of each round."""
     chance = random.Random(strategy)
-    found: dict[str, list[dict[str, float]]] = {
-        "SIGKILL": [],
-        "scale 4 to 3": [],
-        "scale 3 to 4": [],
-    }
+    kinds = ("SIGKILL", "scale 4 to 3", "scale 3 to 4")
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as folder:
         training = Training(Path(folder), strategy)
         try:
@@ -90,18 +75,11 @@ def measured(strategy: str, rounds: int) -> dict[str, list[dict[str, float]]]:
                 known, since_s = len(training.lines), time.monotonic()
                 os.kill(pid, signal.SIGKILL)
                 found["SIGKILL"].append(training.gone_on(since_s, known))
-                for name in ("scale 4 to 3", "scale 3 to 4"):
+                for name in kinds[1:]:
                     settle(training, chance)
                     known, since_s = len(training.lines), time.monotonic()
-                    words = [
-                        sys.executable,
-                        "-m",
-                        "shoal",
-                        "scale",
-                        str(training.directory),
-                        name.split()[-1],
-                    ]
-                    with subprocess.Popen(words, stdout=subprocess.DEVNULL):
+                    words = [sys.executable, "-m", "shoal", "scale", str(training.directory)]
+                    with subprocess.Popen([*words, name.split()[-1]], stdout=subprocess.DEVNULL):
                         found[name].append(training.gone_on(since_s, known))
         finally:
             training.end(signal.SIGINT)

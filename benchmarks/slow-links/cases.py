@@ -9,15 +9,8 @@ YARDSTICK = "ddp"
 # Two hosts: there the sum over ranks is Gloo's own all-reduce, as PyTorch's DistributedDataParallel
 # does it.
 TASK = (
-    *(
-        "digits",
-        "--model.name",
-        "mlp",
-        "--model.options.hidden",
-        "[1024,1024]",
-        "--train.epochs",
-        "6",
-    ),
+    *("digits", "--model.name", "mlp", "--model.options.hidden", "[1024,1024]"),
+    *("--train.epochs", "6"),
     *("--optimizer.lr", "0.05", "--schedule.name", "constant", "--schedule.warmup_epochs", "0"),
     *("--log.tensorboard", "false", "--checkpoint.every_epochs", "1000"),
 )

@@ -57,26 +57,16 @@ def _sent_bytes() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--more", action="store_true", help="add to the rounds of result.json")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     options = parser.parse_args()
-    setting = {
-        "hosts": HOSTS,
-        "rate_mbit": RATE_MBIT,
-        "target_top1": TARGET_TOP1,
-        "task": " ".join(TASK),
-    }
+    setting = {"hosts": HOSTS, "rate_mbit": RATE_MBIT, "target_top1": TARGET_TOP1}
     result: dict[str, Any] = {
         "circumstances": circumstances(("torch", "shoal")),
-        "setting": setting,
+        "setting": {**setting, "task": " ".join(TASK)},
         "runs": [],
     }
-    if options.more:
-        result = json.loads(RESULT.read_text())
-    first = 1 + max((run["seed"] for run in result["runs"]), default=-1)
     with as_a_program(), namespaces.hosts(HOSTS, RATE_MBIT):
-        for seed in range(first, first + options.rounds):
-            for way in random.Random(seed).sample(options.ways, len(options.ways)):
+        for seed in range(options.rounds):
+            for way in random.Random(seed).sample(WAYS, len(WAYS)):
                 found = trained(way, seed)
                 result["runs"].append({"way": way, "seed": seed, **found})
                 write_result(RESULT, result)
