@@ -122,6 +122,11 @@ class Cell:
         return self.kind.name
 
     @property
+    def name(self) -> str:
+        """Return its name in the record, which has the trials of all strategies below it."""
+        return f"{self.place}: {self.fault}"
+
+    @property
     def line(self) -> str:
         return STRATEGIES[self.strategy]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ RESULT = Path(__file__).with_name("result.json")
 
 def main() -> None:
     options = _arguments()
-    result: dict[str, Any] = {"trials": []}
+    result: dict[str, Any] = {"trials": {}}
     if options.out.exists():
         result = json.loads(options.out.read_text())
     result["circumstances"] = circumstances(("torch", "shoal"))
@@ -36,20 +35,18 @@ def main() -> None:
     ]
     work = [(cell, options.seed + n) for n in range(options.trials) for cell in chosen]
     if options.missing:
-        made = {(t["place"], t["fault"], t["strategy"], t["seed"]) for t in result["trials"]}
-        work = [
-            (cell, seed)
-            for cell, seed in work
-            if (cell.place, cell.fault, cell.strategy, seed) not in made
-        ]
+        made = {
+            (name, trial["strategy"], trial["seed"])
+            for name, trials in result["trials"].items()
+            for trial in trials
+        }
+        work = [(cell, seed) for cell, seed in work if (cell.name, cell.strategy, seed) not in made]
     expected: dict[str, str] = {}
     with ThreadPoolExecutor(options.at_once) as pool:
         for trial in pool.map(lambda item: one(item[0], item[1], expected), work):
-            result["trials"].append(trial.as_dict())
+            result["trials"].setdefault(trial.cell.name, []).append(trial.as_dict())
             write_result(options.out, result)
             print(trial, flush=True)
-    failed = Counter(trial["held"] for trial in result["trials"])[False]
-    print(f"{len(result['trials']) - failed} of {len(result['trials'])} held")
 
 
 def one(cell: Cell, seed: int, expected: dict[str, str]) -> Trial:

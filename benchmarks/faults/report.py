@@ -12,10 +12,10 @@ from benchmarks.report_page import publish, table
 
 
 def page(result: dict[str, Any]) -> Iterator[str]:
-    trials = result["trials"]
+    trials = [trial for found in result["trials"].values() for trial in found]
     promises: dict[str, list[list[str]]] = {}
     for kind in KINDS:
-        promises.setdefault(kind.promise, []).append(_row(trials, kind))
+        promises.setdefault(kind.promise, []).append(_row(result["trials"], kind))
     for promise, rows in promises.items():
         yield table([f"promise: {promise}", *PLACES], rows)
     yield (
@@ -28,11 +28,11 @@ def page(result: dict[str, Any]) -> Iterator[str]:
     yield f"The words cost a rank, in Python: {costs}."
 
 
-def _row(trials: list[dict[str, Any]], kind: Kind) -> list[str]:
+def _row(trials: dict[str, list[dict[str, Any]]], kind: Kind) -> list[str]:
     """Return the row of a fault: its trials under all strategies, by place."""
     cells = []
     for place in PLACES:
-        found = [t for t in trials if (t["place"], t["fault"]) == (place, kind.name)]
+        found = trials.get(f"{place}: {kind.name}", [])
         words = [f"{sum(t['held'] for t in found)}/{len(found)}"] if found else []
         for name in ("told_s", "step_s"):
             times = [t[name] for t in found if t[name] is not None]

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +27,21 @@ class Trial:
     """The outcome of a trial.
 
     Attributes:
-        held: the run ended by itself, with the bits of a run without a fault.
-        problem: what did not hold; empty where it did.
-        told: the line of stderr that names the fault; empty if there is none.
+        problem: what did not hold; empty where the run ended by itself, with the bits of a run
+            without a fault.
         told_s, step_s: seconds from the fault until it was told, and until a step was done.
     """
 
-    place: str
-    fault: str
-    strategy: str
+    cell: Cell
     seed: int
-    held: bool
     problem: str
-    code: int | None
-    told: str
     told_s: float | None
     step_s: float | None
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return its entry in the record."""
+        own = {"strategy": self.cell.strategy, "seed": self.seed, "held": not self.problem}
+        return own | {"problem": self.problem, "told_s": self.told_s, "step_s": self.step_s}
 
 
 @contextlib.contextmanager
@@ -98,14 +94,9 @@ def make_trial(cell: Cell, seed: int, order: Mapping[str, Any], expected: str) -
         if problem:
             print(problem, run.text()[-3000:], file=sys.stderr)
     return Trial(
-        cell.place,
-        cell.fault,
-        cell.strategy,
+        cell,
         seed,
-        not problem,
         problem,
-        code,
-        told[1].strip() if told else "",
         None if told is None or since_s is None else told[0] - since_s,
         None if step_s is None or since_s is None else step_s - since_s,
     )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def main() -> None:
         print(entry, flush=True)
         predictions.append(entry)
     write_result(PREDICTIONS, predictions)
+    write_result(MACHINE, json.loads(MACHINE.read_text()))  # a line for each of its entries
 
 
 def workload_of(name: str) -> Workload:
