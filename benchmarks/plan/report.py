@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.report_page import fill, table, told
+from benchmarks.report_page import publish, table
 
 HERE = Path(__file__).parent
 CORES = json.loads((HERE / "machine.json").read_text())["cores"]
@@ -35,21 +35,13 @@ class Compared(NamedTuple):
         return self.predicted / self.measured - 1
 
 
-def main() -> None:
+def page(result: dict[str, Any]) -> Iterator[str]:
     predictions = json.loads((HERE / "predictions.json").read_text())
-    result = json.loads((HERE / "result.json").read_text())
     cases = [*zip(predictions, result["cases"], strict=True)]
     times = [one for case in cases if (one := _time(case))]
-    memory = [one for case in cases if (one := _memory(case))]
-    parts = [
-        _summary(times, memory),
-        _rows(cases),
-        _left_out(cases),
-        told(result["circumstances"]),
-    ]
-    text = "\n\n".join(part for part in parts if part)
-    fill(HERE / "README.md", text)
-    print(text)
+    yield _summary(times, [one for case in cases if (one := _memory(case))])
+    yield _rows(cases)
+    yield _left_out(cases)
 
 
 def _label(case: dict[str, Any]) -> str:
@@ -184,4 +176,4 @@ def _left_out(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    publish(HERE, page)

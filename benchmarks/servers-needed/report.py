@@ -2,67 +2,57 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.report_page import fill, table, told
+from benchmarks.report_page import publish, spread, table
 from shoal.costs.server_count import ring_beside, saturation, servers_beside
 
 from . import picture
 from .fit import Point, deviation, efficiency, enough, points
+from .measure import COMPUTE_S, SERVERS, WORKERS
 
 HERE = Path(__file__).parent
 BUSY = 0.85
 
 
-def main() -> None:
-    result = json.loads((HERE / "result.json").read_text())
+def page(result: dict[str, Any]) -> Iterator[str]:
     plain = points(result)
     factor = efficiency(point for point in plain if point.by == "servers" and point.compute_s == 0)
     fitted = points(result, factor)
     bare = [point for point in plain if point.compute_s == 0]
-    blocks = [
-        _links(result),
-        "### A step that only exchanges: seconds",
-        _exchange(bare),
-        _deviations(plain, fitted, factor),
-        "### How many servers are enough",
-        _enough(bare, result["setting"], factor),
-        "### A step of 4 workers that computes meanwhile: seconds",
-        _beside(plain),
-        told(result["circumstances"]),
-    ]
-    text = "\n\n".join(blocks)
-    fill(HERE / "README.md", text)
+    yield _links(result)
+    yield "### A step that only exchanges: seconds"
+    yield _by_servers("workers", {f"{m}": [p for p in bare if p.workers == m] for m in WORKERS})
+    yield _deviations(plain, fitted, factor)
+    yield "### How many servers are enough"
+    yield _enough(bare, result["setting"], factor)
+    yield "### A step of 4 workers that computes meanwhile: seconds"
+    groups = {f"{s:g} s": [p for p in plain if p.compute_s == s] for s in COMPUTE_S}
+    yield _by_servers("compute", groups)
     picture.draw(HERE / "servers-needed.png", fitted)
-    print(text)
 
 
 def _links(result: dict[str, Any]) -> str:
     setting, rates = result["setting"], [rate / 1e6 for rate in result["link_bytes_per_s"]]
     return (
         f"Links of {setting['rate_mbit']} Mbit/s each way; one connection carries "
-        f"{_spread(rates, 1)} MB/s, the one "
-        f"number that the closed form needs. {setting['size_mib']} MiB of float32 in parts of "
-        f"{setting['part_mib']:g} "
-        f"MiB; medians of {len(rates)} rounds of {setting['steps']} steps; in brackets, measured / "
-        "closed form."
+        f"{spread(rates, '.1f')} MB/s, the one number that the closed form needs. "
+        f"{setting['size_mib']} MiB of float32 in parts of {setting['part_mib']:g} MiB; medians of "
+        f"{len(rates)} rounds of {setting['steps']} steps; in brackets, measured / closed form."
     )
 
 
-def _exchange(bare: list[Point]) -> str:
-    counts = sorted({point.servers for point in bare if point.by == "servers"})
-    head = ["workers", *[f"{n} server{'s' * (n > 1)}" for n in counts], "ring (Gloo)"]
+def _by_servers(head: str, groups: dict[str, list[Point]]) -> str:
+    """A row for each group, a column for each number of servers, and the ring."""
     rows = []
-    for workers in sorted({point.workers for point in bare}):
-        mine = [point for point in bare if point.workers == workers]
+    for name, mine in groups.items():
         best_s = min(point.step_s for point in mine)
-        cells = [_one(mine, "servers", n, best_s) for n in counts]
-        rows.append([str(workers), *cells, _one(mine, "ring", 0, best_s)])
-    return table(head, rows)
+        cells = [_one(mine, "servers", n, best_s) for n in SERVERS]
+        rows.append([name, *cells, _one(mine, "ring", 0, best_s)])
+    return table([head, *[f"{n} server{'s' * (n > 1)}" for n in SERVERS], "ring (Gloo)"], rows)
 
 
 def _one(mine: Iterable[Point], by: str, servers: int, best_s: float) -> str:
@@ -85,18 +75,11 @@ def _deviations(plain: list[Point], fitted: list[Point], factor: float) -> str:
     ):
         shares = []
         for found in (plain, fitted):
-            kept = [
-                point for point in found if point.by == by and (point.compute_s > 0) == computes
-            ]
+            kept = [p for p in found if p.by == by and (p.compute_s > 0) == computes]
             shares += [f"{100 * share:.1f} %" for share in deviation(kept)]
         rows.append([name, *(shares if by == "servers" else [*shares[:2], "-", "-"])])
-    head = [
-        "measured / closed form - 1",
-        "mean deviation",
-        "greatest",
-        f"with η = {factor:.3f}: mean",
-        "greatest",
-    ]
+    head = ["measured / closed form - 1", "mean deviation", "greatest"]
+    head += [f"with η = {factor:.3f}: mean", "greatest"]
     busiest = max(plain, key=lambda point: point.busy)
     median_busy = median(point.busy for point in plain)
     return (
@@ -126,11 +109,8 @@ def _enough(bare: list[Point], setting: dict[str, Any], factor: float) -> str:
         mine = [point for point in bare if point.workers == workers and point.by == "servers"]
         rings = [point.step_s for point in bare if point.workers == workers and point.by == "ring"]
         ahead = [point.servers for point in mine if rings and point.step_s < rings[0]]
-        said = (
-            _ring_is_beaten_by(workers, round(setting["size_mib"] / setting["part_mib"]), factor)
-            if rings
-            else None
-        )
+        parts = round(setting["size_mib"] / setting["part_mib"])
+        said = _ring_is_beaten_by(workers, parts, factor) if rings else None
         fastest = min(mine, key=lambda point: point.step_s)
         rows.append(
             [
@@ -143,37 +123,14 @@ def _enough(bare: list[Point], setting: dict[str, Any], factor: float) -> str:
                 _number(min(ahead, default=None)) if rings else "-",
             ]
         )
-    head = [
-        "workers",
-        "enough: closed form",
-        "measured",
-        "fastest",
-        "ring",
-        "beaten from: closed form / η",
-        "measured",
-    ]
+    head = ["workers", "enough: closed form", "measured", "fastest", "ring"]
+    head += ["beaten from: closed form / η", "measured"]
     return table(head, rows)
-
-
-def _beside(found: list[Point]) -> str:
-    mine = [point for point in found if point.compute_s > 0]
-    counts = sorted({point.servers for point in mine if point.by == "servers"})
-    rows = []
-    for compute_s in sorted({point.compute_s for point in mine}):
-        row = [point for point in mine if point.compute_s == compute_s]
-        best_s = min(point.step_s for point in row)
-        cells = [_one(row, "servers", n, best_s) for n in counts]
-        rows.append([f"{compute_s:g} s", *cells, _one(row, "ring", 0, best_s)])
-    return table(["compute", *[f"{n} server{'s' * (n > 1)}" for n in counts], "ring (Gloo)"], rows)
 
 
 def _number(found: int | None) -> str:
     return "never" if found is None else str(found)
 
 
-def _spread(values: list[float], digits: int) -> str:
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
 if __name__ == "__main__":
-    main()
+    publish(HERE, page)
