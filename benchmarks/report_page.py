@@ -43,12 +43,13 @@ def write_result(path: Path, result: Any) -> None:
 
 
 def _in_lines(value: Any) -> str:
-    if isinstance(value, dict) and value:
+    parts = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, (dict, list)) or not any(isinstance(p, (dict, list)) for p in parts):
+        return json.dumps(value)
+    if isinstance(value, dict):
         entries = [f" {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()]
         return "{\n" + ",\n".join(entries) + "\n}"
-    if isinstance(value, list) and value:
-        return "[\n" + ",\n".join(f" {json.dumps(each)}" for each in value) + "\n]"
-    return json.dumps(value)
+    return "[\n" + ",\n".join(f" {json.dumps(each)}" for each in value) + "\n]"
 
 
 def told(facts: Mapping[str, str]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +41,11 @@ def main() -> None:
         }
         work = [(cell, seed) for cell, seed in work if (cell.name, cell.strategy, seed) not in made]
     expected: dict[str, str] = {}
-    with ThreadPoolExecutor(options.at_once) as pool:
-        for trial in pool.map(lambda item: one(item[0], item[1], expected), work):
-            result["trials"].setdefault(trial.cell.name, []).append(trial.as_dict())
-            write_result(options.out, result)
-            print(trial, flush=True)
+    for cell, seed in work:
+        trial = one(cell, seed, expected)
+        result["trials"].setdefault(cell.name, []).append(trial.as_dict())
+        write_result(options.out, result)
+        print(trial, flush=True)
 
 
 def one(cell: Cell, seed: int, expected: dict[str, str]) -> Trial:
@@ -77,7 +76,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--faults", nargs="+", default=[])
     parser.add_argument("--missing", action="store_true", help="leave out trials that there are")
-    parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULT)
     return parser.parse_args()
 
