@@ -76,8 +76,8 @@ class _Sent:
     def __enter__(self) -> _Sent:
         for owner, name, halves, whole in (
             (dist, "all_reduce", 2, 0),
-            (mappings, "_all_gather", 1, 0),
-            (mappings, "_reduce_scatter", 1, 1),
+            (mappings, "all_gather", 1, 0),
+            (mappings, "reduce_scatter", 1, 1),
         ):
             counting = self._counting(getattr(owner, name), halves, whole)
             self.patches.enter_context(patch.object(owner, name, counting))

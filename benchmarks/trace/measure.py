@@ -90,13 +90,13 @@ def _measure(
 
 def _forget(loop: Loop) -> None:
     """That a trace was asked for, of which nobody shall be told that it was not written."""
-    tracing: Any = loop.run._tracing
+    tracing: Any = loop.run._prepared.tracing
     if tracing is not None:
         atexit.unregister(tracing._warn_not_traced)
 
 
 def _turn(loop: Loop, steps: int, recording: bool) -> float:
-    tracing: Any = loop.run._tracing
+    tracing: Any = loop.run._prepared.tracing
     if recording:
         tracing.watch()
     dist.barrier()
