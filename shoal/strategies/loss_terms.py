@@ -209,7 +209,7 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
 
     Raises: UsageError: several counts, and the batch is divided into micro-batches.
     """
-    terms = [_zero_of_nothing(term) for term in terms]
+    terms = [zero_of_nothing(term) for term in terms]
     if batch.step.loss_weight is not None:
         means = [t.value if t.count is None else t.value / t.count.clamp(min=1) for t in terms]
         return CombinedLoss(reduce(add, means), weight=batch.step.loss_weight)
@@ -236,7 +236,7 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
     return CombinedLoss(reduce(add, shares))
 
 
-def _zero_of_nothing(term: Term) -> Term:
+def zero_of_nothing(term: Term) -> Term:
     """Return a term that is 0 where it counts nothing and is NaN: a mean of no token, times 0."""
     if term.count is None:
         return term

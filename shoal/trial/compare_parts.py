@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.strategies.loss_terms import Term, split_result
+from shoal.strategies.loss_terms import Term, split_result, zero_of_nothing
 from shoal.trial.loss_verdict import CannotTry
 
 SKETCH_SIZE = 4096
@@ -109,7 +109,7 @@ class LossOnRows:
         total: Any = 0.0
         for term in terms:
             factor = share if term.count is None else 1.0 / (next(divisors) or 1.0)
-            total = total + term.value * factor
+            total = total + zero_of_nothing(term).value * factor
         if not self._leaves or not total.requires_grad:
             raise CannotTry("a loss that no parameter has a part in")
         gradients = torch.autograd.grad(total, self._leaves, allow_unused=True)

@@ -1,4 +1,4 @@
-"""Time-first batches, outputs without samples, gradients of zero, attention without dropout."""
+"""Time-first batches, outputs and labels that are none, zero gradients, attention, no dropout."""
 
 from __future__ import annotations
 
@@ -205,3 +205,18 @@ def test_sequences_as_long_as_the_batch_may_have_their_samples_in_either_dimensi
     assert verdict_on_square(torch.tensor([1.0, 9.0]), in_parts=False) in OBJECTIONS
     # Micro-batches are cut along dimension 0, so there it must be the samples.
     assert verdict_on_square(None, in_parts=True) in OBJECTIONS
+
+
+def test_a_mean_of_no_label_times_a_count_of_none_adds_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5).double()
+    x, labels = torch.randn(8, 12, 6).double(), torch.full((8, 12), -100)
+    for row, count in enumerate((4, 0, 2, 3, 0, 2, 2, 3)):
+        labels[row, :count] = torch.randint(0, 5, (count,))
+
+    def compute_loss(x: Tensor, labels: Tensor) -> Any:
+        count = labels.ne(-100).sum()
+        mean = F.cross_entropy(model(x).flatten(0, 1), labels.flatten())  # NaN where it is of none
+        return shoal.counted(mean * count, count)
+
+    assert try_loss(compute_loss, (x, labels), {}, 8, [model]).kind is LossKind.COUNTED
