@@ -15,14 +15,24 @@ ranks, and neither do the losses.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
+from shoal.data.seeds import (
+    GeneratorStates,
+    load_random_state,
+    preserve_rng_state,
+    random_state,
+)
 from shoal.errors import CheckpointError, UsageError
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.run.run import Run
@@ -39,6 +49,11 @@ except ModuleNotFoundError as error:
 
 STATE = "shoal"
 """The folder of a checkpoint with the state of the run, in Shoal's own format."""
+COLLATE_STATE = "shoal-collate.safetensors"
+"""The file of a checkpoint with the generators that collate functions draw from."""
+
+IGNORED_LABEL = -100
+"""Of a token that counts in no loss: `ignore_index` of torch's cross_entropy."""
 
 
 class LabelCount(Tensor):
@@ -99,6 +114,7 @@ class ShoalTrainer(Trainer):
     def __init__(self, *args: Any, run: Run, **kwargs: Any) -> None:
         self.run = run
         self._is_prepared = False
+        self._collate_state: GeneratorStates | None = None
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if isinstance(given, TrainingArguments):
             _check_arguments(given)
@@ -116,10 +132,54 @@ class ShoalTrainer(Trainer):
     ) -> LRScheduler:
         """Prepare model and optimizer, and create the schedule. Collective."""
         if not self._is_prepared:  # Accelerate has wrapped the optimizer, and moved its state
+            self._collate_state = GeneratorStates()
             self.run.prepare(self.model, self.optimizer.optimizer)
             self._is_prepared = True
         schedule: LRScheduler = super().create_scheduler(num_training_steps, optimizer)
         return schedule
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of whole batches, whose workers draw alike on all ranks."""
+        state = PartialState()
+        state.process_index = 0
+        try:
+            loader: DataLoader[Any] = super().get_train_dataloader()
+        finally:
+            state.process_index = self.run.rank
+        return loader
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the batches of an optimizer step, and the number of their labels."""
+        with self._alike_draws():
+            return super().get_batch_samples(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate all samples on this rank."""
+        with self._alike_draws():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute one batch of an evaluation.
+
+        A pipeline draws random numbers there, and one process does not.
+        """
+        with preserve_rng_state():
+            return super().prediction_step(*args, **kwargs)
+
+    @contextmanager
+    def _alike_draws(self) -> Iterator[None]:
+        """Draw the numbers that one process draws, on all ranks.
+
+        A collate function that masks tokens draws from the generators of dropout, which differ
+        between ranks once the model is prepared.
+        """
+        if self._collate_state is None:
+            yield
+            return
+        with preserve_rng_state():
+            self._collate_state.restore()
+            yield
+            self._collate_state = GeneratorStates()
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -129,26 +189,28 @@ class ShoalTrainer(Trainer):
         Args:
             inputs: of the whole batch, the same on all ranks.
             num_items_in_batch: labels that count in all batches of this optimizer step; None where
-                the model's loss is the mean over samples.
+                the model's loss is the mean over the labels of its batch.
 
         Returns: the loss of the whole batch, a detached scalar.
         """
         model.train()
         whole = dict(self._prepare_inputs(inputs))
-        # The loss is a sum over labels, divided by those of the optimizer step.
-        labels = None if num_items_in_batch is None else self._labels_of(whole)
+        labels = self._labels_of(whole)
 
         def compute_loss(**share: Tensor) -> Any:
             # Before the loss, which may take the labels out of the batch.
-            count = None if labels is None else self._labels_of(share)
+            count = self._labels_of(share)
             items = num_items_in_batch
-            if count is not None:
+            if items is not None and count is not None:
                 items = LabelCount.of(torch.as_tensor(items))
             loss = self.compute_loss(model, share, num_items_in_batch=items)
-            if count is not None and items.is_read:
-                return counted(loss * labels, count)
-            is_whole = self._is_sum_over_steps(items)
-            return loss if is_whole else loss / self.current_gradient_accumulation_steps
+            is_read = isinstance(items, LabelCount) and items.is_read
+            if not (is_read or self._is_sum_over_steps(items)):
+                loss = loss / self.current_gradient_accumulation_steps
+            if count is None:
+                return loss
+            # A sum over labels, divided by those of the optimizer step; or a mean over labels.
+            return counted(loss * (labels if is_read else count), count)
 
         loss: Tensor = self.run.forward_backward(compute_loss, **self.run.share(whole))
         return loss
@@ -160,10 +222,14 @@ class ShoalTrainer(Trainer):
         is_given = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         return bool(is_given or self.compute_loss_func is not None)
 
-    def _labels_of(self, batch: dict[str, Any]) -> Tensor:
-        """Return the number of labels that count in a batch."""
-        labels: Tensor = self._get_num_items_in_batch([batch], self.args.device)
-        return labels
+    def _labels_of(self, batch: dict[str, Any]) -> Tensor | None:
+        """Return the number of labels that count in a batch; None if its labels are no tensor."""
+        count: Tensor | None = self._get_num_items_in_batch([batch], self.args.device)
+        labels = batch.get("labels")
+        # None too for a model that takes no count, and returns the mean over labels.
+        if count is None and isinstance(labels, Tensor):
+            return labels.ne(IGNORED_LABEL).sum()
+        return count
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.run.clip_gradients(self.args.max_grad_norm)
@@ -194,10 +260,18 @@ class ShoalTrainer(Trainer):
         return self.run.checkpoint(Path(folder) / STATE, scheduler=self.lr_scheduler)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Write nothing: the state of the run has the generators of each rank."""
+        """Write the generators of collate functions. The run's state has those of each rank."""
+        with self._alike_draws():
+            state = random_state(torch.device("cpu"))
+        if self.args.should_save:
+            save_file(state, Path(output_dir) / COLLATE_STATE)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load nothing."""
+        """Load what `_save_rng_state` has written."""
+        if checkpoint is not None:
+            with preserve_rng_state():
+                load_random_state(load_file(Path(checkpoint) / COLLATE_STATE), torch.device("cpu"))
+                self._collate_state = GeneratorStates()
 
 
 def _check_arguments(args: TrainingArguments) -> None:

@@ -22,8 +22,9 @@ TOLERANCE = 1e-5
 
 
 @cache
-def expected(accumulation: int, job: str = "llama") -> dict[str, list[float]]:
+def expected(accumulation: int, job: str = "llama", workers: int = 0) -> dict[str, list[float]]:
     settings = {"gradient_accumulation_steps": accumulation, "optim": "sgd", "save_strategy": "no"}
+    settings |= {"dataloader_num_workers": workers}
     (found,) = world.run(1, trainer_job.train, "", Path("unused"), settings, None, job)
     return found
 
@@ -63,6 +64,33 @@ def test_a_classifier_that_takes_keywords_and_returns_a_mean_has_the_losses_of_o
     settings |= {"save_strategy": "no"}
     first, _ = world.run(2, trainer_job.train, strategy, tmp_path, settings, None, "bert")
     assert_equal(first, expected(accumulation, "bert"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulation", "workers"),
+    [("ddp", 1, 0), ("zero3", 2, 0), ("pipeline=2", 1, 0), ("ddp", 2, 2)],
+)
+def test_tokens_that_a_collate_function_masks_are_those_of_one_process(
+    strategy: str, accumulation: int, workers: int, tmp_path: Path
+) -> None:
+    settings = {"gradient_accumulation_steps": accumulation, "optim": "sgd"}
+    settings |= {"dataloader_num_workers": workers}
+    first, _ = world.run(2, trainer_job.train, strategy, tmp_path, settings, None, "masked")
+    assert_equal(first, expected(accumulation, "masked", workers))
+
+
+def test_masks_after_resuming_are_those_of_a_trainer_on_one_process_that_resumes(
+    tmp_path: Path,
+) -> None:
+    found = []
+    for strategy, ranks in (("", 1), ("ddp", 2)):
+        folder = tmp_path / f"{strategy or 'one'}"
+        job = ranks, trainer_job.train, strategy
+        world.run(*job, folder, {"optim": "sgd"}, None, "masked")
+        again = str(folder / "checkpoint-2")
+        found.append(world.run(*job, folder / "again", {"optim": "sgd"}, again, "masked")[0])
+    wanted, resumed = found
+    assert_equal(resumed, wanted)
 
 
 def test_a_checkpoint_resumes_under_another_strategy_with_adamw_and_its_schedule(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import (
     BertConfig,
+    BertForMaskedLM,
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
@@ -43,13 +44,30 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads))
 
 
-def bert() -> BertForSequenceClassification:
-    """Return a classifier, whose `forward` takes further keywords and whose loss is a mean."""
+def bert_config() -> BertConfig:
     torch.manual_seed(0)
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = BertConfig(vocab_size=VOCABULARY, num_attention_heads=4, **sizes, **dropout)
-    return BertForSequenceClassification(config)
+    return BertConfig(vocab_size=VOCABULARY, num_attention_heads=4, **sizes, **dropout)
+
+
+def bert() -> BertForSequenceClassification:
+    """Return a classifier, whose `forward` takes further keywords and whose loss is a mean."""
+    return BertForSequenceClassification(bert_config())
+
+
+def masked() -> BertForMaskedLM:
+    """Return a model whose loss is the mean over masked tokens."""
+    return BertForMaskedLM(bert_config())
+
+
+def mask_tokens(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return a batch with some tokens masked, drawn as DataCollatorForLanguageModeling does."""
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    is_masked = (torch.rand(batch["input_ids"].shape) < 0.3) & batch["attention_mask"].bool()
+    batch["labels"] = torch.where(is_masked, batch["input_ids"], IGNORED)
+    batch["input_ids"] = batch["input_ids"].masked_fill(is_masked, 0)
+    return batch
 
 
 def classes() -> list[dict[str, torch.Tensor]]:
@@ -57,9 +75,10 @@ def classes() -> list[dict[str, torch.Tensor]]:
     return [{**text, "labels": text["input_ids"].sum() % 2} for text in texts()]
 
 
-JOBS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Any]]] = {
-    "llama": (llama, texts),
-    "bert": (bert, classes),
+JOBS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Any], Any]] = {
+    "llama": (llama, texts, None),
+    "bert": (bert, classes, None),
+    "masked": (masked, texts, mask_tokens),
 }
 
 
@@ -89,10 +108,16 @@ def train(
         disable_tqdm=True,
         **settings,
     )
-    make_model, make_data = JOBS[job]
+    make_model, make_data, collate = JOBS[job]
     data = make_data()
     kind = partial(ShoalTrainer, run=run) if strategy else Trainer
-    trainer = kind(model=make_model(), args=args, train_dataset=data, eval_dataset=data[:10])
+    trainer = kind(
+        model=make_model(),
+        args=args,
+        data_collator=collate,
+        train_dataset=data,
+        eval_dataset=data[:10],
+    )
     trainer.train(resume_from_checkpoint=resume)
     history = trainer.state.log_history
     return {
