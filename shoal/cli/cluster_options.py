@@ -170,7 +170,7 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
     if (notice_s := settings.notice_s()) < batch_script.NOTICE_S:
         print(
             f"shoal: note: --time {options.time} is short: the ranks are told to save {notice_s} s "
-            "before its end, and what is not saved by then is lost"
+            "before its end, by Slurm up to a minute earlier; what is not saved by then is lost"
         )
     return 0
 

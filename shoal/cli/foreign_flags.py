@@ -53,8 +53,16 @@ _INSTEAD = {
     "--job-name --mail-type --mem --qos": (
         "with --slurm it is given to sbatch, by --sbatch-option=NAME=VALUE"
     ),
+    "-N -p -t -c -J -A --wait": (
+        "options of sbatch are written out: --slurm with --nodes, --ntasks-per-node, --time and "
+        "--partition, and all others as --sbatch-option=NAME=VALUE"
+    ),
+    "--ntasks --tasks-per-node": "with --slurm it is --nodes N --ntasks-per-node M",
     "--multi-gpu": "several processes are -n N. Leave it out",
-    "--log-dir": "`--show-output all ... 2>&1 | tee FILE` keeps all lines, each with its rank",
+    "--log-dir": (
+        "`--show-output all ... 2>&1 | tee FILE` keeps all lines, each with its rank; with --slurm "
+        "the log is NAME-JOB.out, and --show-output all puts the lines of all ranks into it"
+    ),
     "--interface": "`--address` names the address at which the first host is reached",
     "--cpu": "without GPUs ranks use the CPU. Leave it out",
     "--no-python": "`shoal launch` starts Python files, and modules with -m",

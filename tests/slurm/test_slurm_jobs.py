@@ -105,6 +105,18 @@ def test_the_code_of_the_rank_that_fails_is_that_of_the_job(
     assert "the job's script ends with exit code 7" in Path("fails-12.out").read_text()
 
 
+def test_ranks_that_a_signal_has_ended_are_told_in_the_log(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("ended.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    status, _, err = shoal(capsys, "launch", "--slurm", "ended.py")
+    assert status == 0, err
+    ended(slurm)
+    log = next(Path().glob("ended-*.out")).read_text()
+    assert "SIGTERM has ended the ranks, which saved nothing" in log
+    assert "the job's script ends with exit code 143" in log
+
+
 def test_a_run_that_was_stopped_and_has_saved_goes_on_in_the_queue(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,10 @@ if [ $code -eq {restart} ] && is_running; then
   fi
   echo "shoal: saved, and not requeued; submit the job again to go on" >&2
 fi
+if [ $code -eq 143 ] && is_running; then
+  echo "shoal: SIGTERM has ended the ranks, which saved nothing: they were still starting (longer" \
+    "--time), or the script does not save when it is stopped" >&2
+fi
 """
 END = """\
 echo "shoal: the job's script ends with exit code $code" >&2
