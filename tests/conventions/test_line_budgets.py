@@ -17,7 +17,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/costs": 2_020,
     "shoal/data": 3_260,
     "shoal/doctor": 500,
-    "shoal/integrations": 750,
+    "shoal/integrations": 830,
     "shoal/launch": 5_760,
     "shoal/loggers": 550,
     "shoal/models": 850,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_560,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 70_360,
+    "tests": 70_750,
     "benchmarks": 8_620,
 }
 SLACK = 0.03

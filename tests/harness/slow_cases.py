@@ -62,6 +62,11 @@ SLOW_CASES = tuple(
         ("hosts/test_simulated_sessions.py", "launch/hosts", "20,000 schedules of lost lines"),
         ("hosts/test_train_on_hosts.py", "launch/hosts train", "`shoal train --hosts`", REAL),
         ("kubernetes/test_manifest.py", "launch", "two pods of the manifest"),
+        (
+            "integrations/test_example_scripts.py",
+            "integrations trial",
+            "the example scripts of transformers",
+        ),
         ("launch/test_hangs.py", "watchdog launch", "a rank that hangs in each phase"),
         ("launch/test_helper_spawner.py", "launch", "a thousand helper processes"),
         ("launch/test_local_launch.py", "launch", "a hundred ranks"),
@@ -128,6 +133,7 @@ SLOW_CASES = tuple(
         ("shm_backend/test_messages_faults.py", "shm_backend", "senders that die"),
         ("shm_backend/test_native.py", "shm_backend", "compiled all-reduces", COLLECTIVES),
         ("shm_backend/test_phase_board.py", "shm_backend", "calls of all kinds in a row"),
+        ("shm_backend/test_torch_distributed_tests.py", "shm_backend", "torch's own tests"),
         ("slurm/test_real_slurm.py", "launch/slurm", "jobs on a Slurm of four nodes", REAL),
         ("strategies/ddp/test_compression.py", "comm/compression", "PowerSGD of full rank"),
         (
