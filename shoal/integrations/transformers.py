@@ -53,7 +53,7 @@ COLLATE_STATE = "shoal-collate.safetensors"
 """The file of a checkpoint with the generators that collate functions draw from."""
 
 IGNORED_LABEL = -100
-"""Of a token that counts in no loss: `ignore_index` of torch's cross_entropy."""
+"""The label of a token that counts in no loss: `ignore_index` of torch's cross_entropy."""
 
 
 class LabelCount(Tensor):
