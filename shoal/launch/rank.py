@@ -108,7 +108,7 @@ def main(
 
 def script(path: str, arguments: list[str]) -> None:
     """Run the Python file `path` as `python path` would. A target for `start`."""
-    _refuse_unused_strategy()
+    _watch_copies()
     run_file(path, arguments)
 
 
@@ -122,21 +122,23 @@ def run_file(path: str, arguments: list[str]) -> None:
 
 def module(name: str, arguments: list[str]) -> None:
     """Run the module `name` as `python -m name` would. A target for `start`."""
-    _refuse_unused_strategy()
+    _watch_copies()
     sys.argv = [name, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _refuse_unused_strategy() -> None:
-    """Let the first step of an optimizer fail if --strategy was given and nothing has read it.
+def _watch_copies() -> None:
+    """Look in the first step of an optimizer whether the script has joined the other ranks.
 
-    Else each rank would train a copy of its own.
+    Else each rank trains a copy of its own: an error with --strategy, which nothing has read, and a
+    note without it.
     """
     strategy = os.environ.get("SHOAL_STRATEGY")
-    if strategy is None or os.environ["WORLD_SIZE"] == "1":
+    if os.environ["WORLD_SIZE"] == "1":
         return
+    from torch import distributed
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     rank_pid = os.getpid()
@@ -144,11 +146,20 @@ def _refuse_unused_strategy() -> None:
     def check(*_: Any) -> None:
         handle.remove()
         is_server = os.getpid() != rank_pid  # forked, on a host of servers before the script runs
-        if not (is_server or is_place_taken()):
+        if is_server or is_place_taken():
+            return
+        if strategy is not None:
             raise UsageError(
                 f"--strategy {strategy}: the script steps an optimizer and has not called "
                 "shoal.init(), which uses it; each process would train a copy of its own. Call it "
                 "first (docs/start.md), or launch the script without --strategy."
+            )
+        if os.environ["RANK"] == "0" and not distributed.is_initialized():
+            print(
+                f"shoal: note: each of {os.environ['WORLD_SIZE']} processes trains a copy of its "
+                "own: the script steps an optimizer, and has called neither shoal.init() "
+                "(docs/start.md) nor init_process_group().",
+                file=sys.stderr,
             )
 
     handle = register_optimizer_step_pre_hook(check)

@@ -246,7 +246,7 @@ def test_a_server_that_was_forked_steps_before_any_script_calls_init(monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(rank, "is_place_taken", lambda: False)
     optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
-    rank._refuse_unused_strategy()
+    rank._watch_copies()
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(UsageError):
@@ -256,3 +256,22 @@ def test_a_server_that_was_forked_steps_before_any_script_calls_init(monkeypatch
     assert os.waitpid(pid, 0)[1] == 0
     with pytest.raises(UsageError, match=r"has not called shoal\.init"):
         optimizer.step()
+
+
+COPIES = """\
+import torch
+{join}
+optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+optimizer.step()
+optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("join", "notes"), [("", 1), ("torch.distributed.init_process_group('gloo')", 0)]
+)
+def test_copies_of_a_script_that_joins_no_ranks_are_noted_once(tmp_path, capfd, join, notes):
+    script = written(tmp_path, COPIES.format(join=join))
+    assert local.run(rank.script, (script, []), 2) == 0
+    said = capfd.readouterr().err
+    assert said.count("each of 2 processes trains a copy of its own") == notes
