@@ -91,6 +91,7 @@ class ShoalStrategy(_Strategy):
         self._trainer: Any = None
         self._is_training_loader = False
         self._loader: Any = None
+        self._loss: Any = None
         self._prepared: Any = None
         self._checkpoint_path: Path | None = None
 
@@ -172,7 +173,9 @@ class ShoalStrategy(_Strategy):
         with self.precision_plugin.train_step_context(), self._logging(log):
             if not module.automatic_optimization:  # its backward pass is inside of the step
                 return module.training_step(*args, **kwargs)
-            return self._forward_redirection(module, module, "training_step", *args, **kwargs)
+            result = self._forward_redirection(module, module, "training_step", *args, **kwargs)
+        self._loss = result["loss"] if isinstance(result, Mapping) else result
+        return result
 
     @contextmanager
     def _logging(self, log: Any) -> Iterator[None]:
@@ -242,7 +245,11 @@ class ShoalStrategy(_Strategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Leave the gradients of the global batch in `.grad`. Collective."""
-        loss = self.run.backward(closure_loss)
+        is_manual = not self.lightning_module.automatic_optimization
+        # Lightning divides by the batches that it accumulates, by 1 too. In the graph of a sum over
+        # one sample, that could be the number of its samples.
+        is_divided = is_manual or self._trainer.accumulate_grad_batches > 1
+        loss = self.run.backward(closure_loss if is_divided else self._loss)
         self.precision_plugin.post_backward(loss, self.lightning_module)
         return loss
 

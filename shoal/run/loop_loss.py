@@ -389,6 +389,8 @@ class LoopLoss:
         self._inner_depth = max(self._inner_depth - 1, 0)  # a call may have begun before the hooks
         if self._is_outer_call():
             self._add_output(ModelCall(module, args, kwargs, output))
+        elif self._is_outer_call(models=1):
+            self._graph_check.add_outputs(output, is_inner=True)
 
     def _add_output(self, call: ModelCall) -> None:
         """Note what a model has returned, or a module that a method of a model has called."""
@@ -397,9 +399,10 @@ class LoopLoss:
         if is_kept and torch.is_grad_enabled():
             self._first_calls.append(call)
 
-    def _is_outer_call(self) -> bool:
+    def _is_outer_call(self, models: int = 0) -> bool:
+        """Return True outside of other calls. Args: models: calls of models that do not count."""
         return not (
-            self._contexts
+            len(self._contexts) > models
             or self._inner_depth
             or self._phase.in_passes
             or torch.compiler.is_compiling()

@@ -206,8 +206,8 @@ def _next(node: Any, way: Divisor, rows: int) -> list[tuple[Any, Divisor]]:
         after = way._replace(
             value=way.value * here,
             adds=way.adds or adds,
-            # A weight of the loss is no divisor, but 1 / len(x) is. A sum times 0 may be one too.
-            divides=way.divides or not number or max(abs(here), 1 / abs(factor)) >= rows,
+            # A sum times 0 may be of samples too.
+            divides=way.divides or not number or _divides_samples(node, index, here, factor, rows),
             factor=way.factor * own,
             outer=way.outer if way.operation else way.outer * here,
         )
@@ -232,6 +232,26 @@ def _divisor(node: Any, name: str, rows: int) -> float:
         is_of_classes = isinstance(other, Tensor) and 1 < other.numel() < rows
         return (_in_one_number(other) or 1.0) if is_of_classes else _number(other)
     return 1.0
+
+
+def _divides_samples(node: Any, index: int, here: float, factor: float, rows: int) -> bool:
+    """Return True for a node that divides by the samples, or by something as large.
+
+    A weight of the loss is no divisor, but 1 / len(x) is.
+
+    Args: here, factor: what it divides by, and what it multiplies by.
+    """
+    name = _kind(node)
+    if name == "Mean":
+        sizes = saved_value(node, "self_sym_sizes")
+        dims = _reduced_dims(node, sizes)
+        if sizes and 0 not in dims:  # numbers of one sample, unless time comes first
+            is_time_first = any(sizes[dim] == rows for dim in dims) or sizes[0] % rows
+            return sizes[0] != rows and bool(is_time_first)
+        return bool(sizes) and here >= rows
+    if saved_value(node, "reduction") == MEAN or (name == "Div" and index == 0):
+        return rows == 1 or abs(here) >= rows
+    return factor != 1.0 and 1 / abs(factor) >= rows
 
 
 def _class_weights(node: Any) -> float:

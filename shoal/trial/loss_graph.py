@@ -274,6 +274,7 @@ class LossGraphCheck:
         self._enabled = enabled and (self._in_parts or data.size > 1)
         self.restart()
         self._outputs: deque[Tensor] = deque(maxlen=MOST_OUTPUTS)
+        self._inner_outputs: deque[Tensor] = deque(maxlen=MOST_OUTPUTS)
         self._differentiated: deque[Tensor] = deque(maxlen=MOST_OUTPUTS)
         self._parts: list[LossPart] = []
 
@@ -284,14 +285,23 @@ class LossGraphCheck:
     def begin_step(self) -> None:
         """Forget what belongs to the step before."""
         self._step += 1
-        self._outputs.clear()
-        self._differentiated.clear()
+        self._clear_outputs()
         self._parts = []
 
-    def add_outputs(self, output: Any) -> None:
-        """Note what a model has returned, but for numbers: such a one may be the loss itself."""
+    def _clear_outputs(self) -> None:
+        for tensors in (self._outputs, self._inner_outputs, self._differentiated):
+            tensors.clear()
+
+    def add_outputs(self, output: Any, is_inner: bool = False) -> None:
+        """Note what a model has returned, but for numbers: such a one may be the loss itself.
+
+        Args:
+            is_inner: a module has returned it to its model. These outputs count where models have
+                returned only numbers, as a model does that computes its loss.
+        """
         if self.is_due():
-            self._outputs.extend(t for t in tensors_in(output) if t.dim() and t.grad_fn)
+            outputs = self._inner_outputs if is_inner else self._outputs
+            outputs.extend(t for t in tensors_in(output) if t.dim() and t.grad_fn)
 
     def add_gradients(self, of: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Note gradients that a loss may be computed from, as a gradient penalty is."""
@@ -312,10 +322,10 @@ class LossGraphCheck:
         """
         try:
             if self.is_due():
-                self._compare(loss, [*self._outputs], rows, samples, inputs)
+                outputs = [*(self._outputs or self._inner_outputs)]
+                self._compare(loss, outputs, rows, samples, inputs)
         finally:
-            self._outputs.clear()  # also what the comparison itself has differentiated
-            self._differentiated.clear()
+            self._clear_outputs()  # also what the comparison itself has differentiated
             if not self._in_parts:
                 self.begin_step()
 

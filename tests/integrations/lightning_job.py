@@ -66,6 +66,25 @@ class TwoOptimizers(LitAutoEncoder):
         return [torch.optim.SGD(part.parameters(), lr=0.5) for part in self.children()]
 
 
+class SumOfSamples(LitAutoEncoder):
+    """A module whose loss is a sum, as in Lightning's template for bug reports."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        loss = self.encoder(batch[0]).sum()
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return {"loss": loss}
+
+
+class MixedSamples(LitAutoEncoder):
+    """A module that compares its samples, by a submodule."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        codes = functional.normalize(self.encoder(batch[0]))
+        loss = functional.cross_entropy(5 * codes @ codes.T, torch.arange(len(codes)))
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
 class OwnBackward(LitAutoEncoder):
     """A module with a backward pass of its own."""
 
@@ -97,8 +116,10 @@ def train(
 ) -> list[float]:
     """Train three epochs, the last batch of each smaller; return all losses, or `uses_of`.
 
-    Args: strategy: empty for Lightning's own strategy.
+    Args: strategy: empty for Lightning's own strategy. settings: of the Trainer, and "batch_size".
     """
+    batch_size = settings.get("batch_size", 8)
+    settings = {name: value for name, value in settings.items() if name != "batch_size"}
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(45, 16, dtype=torch.float64), torch.zeros(45))
     model = globals()[module]()
@@ -117,7 +138,7 @@ def train(
         | settings
         | {"callbacks": callbacks}
     )
-    train_loader = DataLoader(data, batch_size=8, shuffle=shuffle)
+    train_loader = DataLoader(data, batch_size=batch_size, shuffle=shuffle)
     whole = DataLoader(data, batch_size=8)
     trainer.fit(model, train_loader, whole, ckpt_path=resume)
     if then_test:

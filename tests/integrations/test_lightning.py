@@ -97,6 +97,9 @@ def test_a_checkpoint_resumes_within_an_epoch_under_another_strategy(tmp_path: P
         ("ddp", {"sync_batchnorm": True}, "LitAutoEncoder", "ShoalStrategy(..., sync_batchnorm=T"),
         ("ddp", {}, "OwnBackward", "OwnBackward.backward: gradients are computed by run.backward"),
         ("pipeline=2", {}, "TwoOptimizers", "the loss must be a function"),
+        ("ddp", {"batch_size": 2}, "SumOfSamples", "a sum over samples (sum)"),
+        ("zero3", {}, "SumOfSamples", "a sum over samples (sum)"),
+        ("ddp", {}, "MixedSamples", "samples influence one another"),
     ],
 )
 def test_what_the_strategy_would_not_heed_is_refused(

@@ -108,6 +108,7 @@ SUMS: dict[str, Loss] = {
         token_mean(s, t, reduction="sum") / (2 * ROWS)
     ),
     "of losses of torch": lambda s, t: F.mse_loss(s, torch.zeros_like(s), reduction="sum"),
+    "of a mean for each sample": lambda s, t: s.repeat(1, 1, 4).square().mean((1, 2)).sum(),
 }
 
 
@@ -136,6 +137,28 @@ def test_a_sum_over_samples_is_refused(name: str) -> None:
     text = objection([part(SUMS[name], 1), part(SUMS[name], 2)])
     assert "a sum over samples" in text
     assert "loss / len(x)" in text
+
+
+@pytest.mark.parametrize(
+    "name", ["squares", "cross entropy", "of losses of torch", "of a mean for each sample"]
+)
+def test_a_sum_of_one_sample_on_each_rank_is_refused(name: str) -> None:
+    assert "a sum over samples" in objection([part(SUMS[name], 1, 1), part(SUMS[name], 2, 1)])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mean squares", "every token", "a mean for each sample", "a sum by the number of samples"],
+)
+def test_a_mean_over_one_sample_on_each_rank_is_right(name: str) -> None:
+    assert objection([part(MEANS[name], 1, 1), part(MEANS[name], 2, 1)]) == ""
+
+
+def test_a_mean_over_samples_behind_time_is_no_mean_for_each_sample() -> None:
+    def time_first(scores: Tensor, _: Tensor) -> Tensor:
+        return scores.repeat(1, 3, 1).transpose(0, 1).mean(1).sum()  # 12 steps of 6 samples
+
+    assert objection([part(time_first, 1), part(time_first, 2)]) == ""
 
 
 def test_a_penalty_on_weights_is_no_sum_over_samples() -> None:
