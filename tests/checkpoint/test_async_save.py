@@ -33,12 +33,7 @@ def same_run(folder: Path, ranks: int, *parts: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "strategy", "part"),
-    [
-        (1, "single", EVERYTHING),
-        pytest.param(3, "zero3", MLP, marks=pytest.mark.slow),
-        pytest.param(2, PIPED, GPT, marks=pytest.mark.slow),
-        pytest.param(2, "ddp", GPT, marks=pytest.mark.slow),
-    ],
+    [(1, "single", EVERYTHING), (3, "zero3", MLP), (2, PIPED, GPT), (2, "ddp", GPT)],
     ids=["single", "zero3", "pipeline", "ddp"],
 )
 def test_a_run_that_saves_beside_training_is_the_same_run(

@@ -74,14 +74,7 @@ def losses(batches: Batches, samples: int = 11) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "batches",
-    [
-        *[
-            pytest.param(way, marks=pytest.mark.slow)
-            for way in (in_turn, copied_in_turn, one_ahead, all_at_once)
-        ],
-        flattened_ahead,
-    ],
+    "batches", [in_turn, copied_in_turn, one_ahead, all_at_once, flattened_ahead]
 )
 def test_each_batch_is_weighed_as_itself(batches: Batches) -> None:
     expected = losses(in_turn)

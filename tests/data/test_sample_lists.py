@@ -141,7 +141,7 @@ def trained_on_boxes(accumulate: int, by_function: bool) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by_function", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by_function", [True, False])
 def test_two_images_with_two_boxes_each_are_no_columns(by_function: bool) -> None:
     expected = trained_on_boxes(1, True)
     for results in world.run(2, in_turn, trained_on_boxes, (1, by_function), (2, by_function)):

@@ -200,9 +200,7 @@ STARTS_ANOTHER = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("plain", "single")), "launch"]
-)
+@pytest.mark.parametrize("how", ["plain", "single", "launch"])
 def test_a_program_that_a_rank_starts_is_a_world_of_its_own(tmp_path, capfd, how):
     script = written(tmp_path, STARTS_ANOTHER)
     assert local.run(rank.script, (script, [how]), 2) == 0
@@ -227,7 +225,7 @@ time.sleep(1000)
     "end",
     [
         pytest.param("sys.exit(3)\n", id="exit"),
-        pytest.param(KILLS_THE_FORK_SERVER, id="kill", marks=pytest.mark.slow),
+        pytest.param(KILLS_THE_FORK_SERVER, id="kill"),
     ],
 )
 def test_nothing_of_the_command_is_alive_when_it_has_ended(tmp_path, end):

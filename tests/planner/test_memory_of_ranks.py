@@ -77,20 +77,16 @@ def planned(accumulate: int) -> Planner:
     return Planner(Workload(work, model, ROWS, accumulate), UNKNOWN_CPU, one_host(2, 2.0**40))
 
 
-def slow(*case: object) -> object:
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "accumulate"),
     [
         ("zero3", 1),
-        slow("zero1", 1),
-        slow("zero1", 2),
-        slow("pipeline=2,schedule=gpipe,cuts=blocks.2", 1),
-        slow("pipeline=2,schedule=zero-bubble,cuts=blocks.2", 1),
-        slow("pipeline=2,schedule=zbv,cuts=blocks.1/blocks.2/blocks.3", 1),  # both ends on rank 0
+        ("zero1", 1),
+        ("zero1", 2),
+        ("pipeline=2,schedule=gpipe,cuts=blocks.2", 1),
+        ("pipeline=2,schedule=zero-bubble,cuts=blocks.2", 1),
+        ("pipeline=2,schedule=zbv,cuts=blocks.1/blocks.2/blocks.3", 1),  # both ends on rank 0
     ],
 )
 def test_the_fullest_rank_holds_what_the_plan_predicts(strategy: str, accumulate: int) -> None:

@@ -175,8 +175,7 @@ def test_models_that_get_other_names_are_refused_by_the_average() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [(("zero3", 2), ("ddp", 3)), pytest.param(("ddp", 2), ("tensor=2", 2), marks=pytest.mark.slow)],
+    ("before", "after"), [(("zero3", 2), ("ddp", 3)), (("ddp", 2), ("tensor=2", 2))]
 )
 def test_a_checkpoint_has_the_average_for_any_strategy(
     tmp_path: Path, before: tuple[str, int], after: tuple[str, int]

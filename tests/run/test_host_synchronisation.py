@@ -115,11 +115,7 @@ def reads_of(strategies: list[str]) -> dict[str, dict[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "strategies"),
-    [
-        (2, STRATEGIES),
-        pytest.param(4, ["pipeline=2,cuts=3,microbatches=2,zero1"], marks=pytest.mark.slow),
-    ],
+    ("ranks", "strategies"), [(2, STRATEGIES), (4, ["pipeline=2,cuts=3,microbatches=2,zero1"])]
 )
 def test_a_step_on_several_ranks_reads_only_what_came_over_the_cpu(
     ranks: int, strategies: list[str]

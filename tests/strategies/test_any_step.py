@@ -173,7 +173,7 @@ def several(strategy: str) -> tuple[list[float], dict[str, float], dict[str, Ten
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_several_models_and_optimizers_take_turns(strategy: str) -> None:
     losses, sums, weights = several("single")
     for their_losses, their_sums, their_weights in world.run(2, several, strategy):

@@ -23,10 +23,7 @@ QUIET = {"announce": lambda _: None}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "accumulate"),
-    [
-        pytest.param("cnn", 3, 1, marks=pytest.mark.slow),
-        ("unused, frozen, shared and scalar parameters", 3, 2),
-    ],
+    [("cnn", 3, 1), ("unused, frozen, shared and scalar parameters", 3, 2)],
 )
 def test_with_a_meeting_after_every_step_it_is_ddp(name: str, ranks: int, accumulate: int) -> None:
     verdict = verify_job(EXPERIMENTS[name], "local=1", ranks, accumulate=accumulate)
@@ -104,8 +101,8 @@ def by_hand(ranks: int, every: int, rate: float, momentum: float) -> dict[str, T
 @pytest.mark.parametrize(
     ("strategy", "every", "rate", "momentum"),
     [
-        pytest.param("local=3", 3, 1.0, 0.0, marks=pytest.mark.slow),
-        pytest.param("diloco=4", 4, 0.7, 0.9, marks=pytest.mark.slow),
+        ("local=3", 3, 1.0, 0.0),
+        ("diloco=4", 4, 0.7, 0.9),
         ("diloco=3,outer_lr=0.5,outer_momentum=0.5", 3, 0.5, 0.5),
     ],
 )
@@ -189,7 +186,7 @@ def looked(strategy: str) -> list[bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [pytest.param("local=4", marks=pytest.mark.slow), "diloco=4"])
+@pytest.mark.parametrize("strategy", ["local=4", "diloco=4"])
 def test_a_meeting_between_a_backward_pass_and_its_step_changes_no_other(strategy: str) -> None:
     for agreed in world.run(2, looked, strategy):
         assert agreed == [False, False, False, True] * 2

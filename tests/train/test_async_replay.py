@@ -63,13 +63,10 @@ def events(run: Path) -> Path:
 @pytest.mark.parametrize(
     ("settings", "strategy"),
     [
-        pytest.param(GPT, STALE, marks=pytest.mark.slow),
+        (GPT, STALE),
         ({**MLP, "train.accumulate": 2}, "server=2,staleness=2,part_mb=0.0005"),
-        pytest.param(REMEMBERING, STALE, marks=pytest.mark.slow),
-        pytest.param(
-            *({**MLP, "checkpoint.asynchronous": True}, f"{STALE},compress=topk=0.1"),
-            marks=pytest.mark.slow,
-        ),
+        (REMEMBERING, STALE),
+        ({**MLP, "checkpoint.asynchronous": True}, f"{STALE},compress=topk=0.1"),
     ],
     ids=["dropout", "staleness of 2, accumulated", "buffers", "compressed, saved beside"],
 )

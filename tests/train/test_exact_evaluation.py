@@ -62,9 +62,7 @@ def evaluates_text() -> Report:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "evaluates", [pytest.param(evaluates_images, marks=pytest.mark.slow), evaluates_text]
-)
+@pytest.mark.parametrize("evaluates", [evaluates_images, evaluates_text])
 def test_reports_are_identical_on_any_number_of_ranks(evaluates: Any) -> None:
     reports = [report for ranks in RANKS for report in world.run(ranks, evaluates)]
     assert all(report == reports[0] for report in reports)

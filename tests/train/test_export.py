@@ -46,10 +46,7 @@ def stored(run: Path, prefix: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [("zero3", 3), pytest.param("zero2,hybrid=2", 4, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero3", 3), ("zero2,hybrid=2", 4)])
 def test_the_model_is_written_whole_whatever_has_saved_it(
     tmp_path: Path, strategy: str, ranks: int
 ) -> None:
@@ -95,9 +92,7 @@ def test_the_average_of_a_tied_weight_is_written_under_both_names(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "ranks"), [("zero3", 2), pytest.param("ddp", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero3", 2), ("ddp", 2)])
 def test_little_of_the_checkpoint_is_mapped_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, ranks: int
 ) -> None:

@@ -45,7 +45,6 @@ RECIPES: dict[str, dict[str, str]] = {
     "no last batch": {"train.drop_last": "true", "train.batch_size": "400", "train.max_steps": "6"},
     "workers": {"data.workers": "2"},
 }
-EVERY_DAY = ("accumulation",)
 
 
 def train(out: Path, recipe: dict[str, str]) -> None:
@@ -68,9 +67,7 @@ def on(ranks: int, out: Path, recipe: dict[str, str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES]
-)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_gives_the_same_records_on_one_rank_and_on_three(
     name: str, tmp_path: Path
 ) -> None:
@@ -93,7 +90,7 @@ def test_the_rate_follows_warm_up_and_milestones(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_autocast_trains(precision: str, tmp_path: Path) -> None:
     found = on(2, tmp_path, {"train.precision": precision, "train.max_steps": "3"})
     losses = [record["loss"] for record in found if record["kind"] == "train"]

@@ -36,7 +36,7 @@ def loses_a_bit(job: Job) -> int:
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        pytest.param(2, "ranks 0 and 1 should hold the same bits", marks=pytest.mark.slow),
+        (2, "ranks 0 and 1 should hold the same bits"),
         (3, "rank 1 holds other bits than 2 other ranks"),
     ],
 )

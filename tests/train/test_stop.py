@@ -68,10 +68,7 @@ def test_a_stopped_command_saves_exits_with_75_and_goes_on_when_run_again(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "after", "stopped", "position"),
-    [
-        (1, 5, 6, {"epoch": 1, "position": 16}),
-        pytest.param(0, 7, 8, {"epoch": 2, "position": 0}, marks=pytest.mark.slow),
-    ],
+    [(1, 5, 6, {"epoch": 1, "position": 16}), (0, 7, 8, {"epoch": 2, "position": 0})],
     ids=["one rank, in the middle of an epoch", "one rank, in the last step of an epoch"],
 )
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(

@@ -108,8 +108,7 @@ def padded_later(strategy: str, compiled: bool = False) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "compiled"),
-    [("ddp", False), ("zero3", False), pytest.param("ddp", True, marks=pytest.mark.slow)],
+    ("strategy", "compiled"), [("ddp", False), ("zero3", False), ("ddp", True)]
 )
 def test_a_later_batch_that_couples_samples_is_refused_when_it_comes(
     strategy: str, compiled: bool
@@ -137,7 +136,7 @@ def second_loss_is_coupled(strategy: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_each_loss_of_a_script_is_tried_in_its_own_first_step(strategy: str) -> None:
     for count, error in world.run(2, second_loss_is_coupled, strategy):
         assert count == 2
@@ -538,9 +537,9 @@ def own_losses_of(strategies: list[str]) -> dict[str, Any]:
     ("strategies", "ranks"),
     [
         (["zero1", "zero3", "zero3,offload=true"], 2),
-        pytest.param(["zero2", "recompute,zero3"], 3, marks=pytest.mark.slow),
-        pytest.param(["tensor=2,ddp"], 4, marks=pytest.mark.slow),
-        pytest.param(["zero3,hybrid=2", "tensor=2,zero3"], 4, marks=pytest.mark.slow),
+        (["zero2", "recompute,zero3"], 3),
+        (["tensor=2,ddp"], 4),
+        (["zero3,hybrid=2", "tensor=2,zero3"], 4),
     ],
 )
 def test_models_in_shards_are_tried_whole(strategies: list[str], ranks: int) -> None:

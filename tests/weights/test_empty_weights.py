@@ -311,13 +311,7 @@ def peak_of_first_step(strategy: str, blocks: int, width: int, file: Path | None
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "copies"),
-    [
-        ("zero3", 1),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (("tensor=3", 1), ("pipeline=3", 2))
-        ),
-    ],
+    [("zero3", 1), ("tensor=3", 1), ("pipeline=3", 2)],
 )
 @pytest.mark.parametrize("from_file", [False, True])
 def test_a_rank_holds_its_share_and_one_layer(

@@ -32,9 +32,7 @@ def test_matrices_of_full_rank_are_sent_as_they_are_and_exact(name: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != "onebit" else []) for n in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_verify_says_by_design_and_why(name: str) -> None:
     verdict = verify_job(EXPERIMENTS["mlp"], f"ddp,compress={name}", 2)
     assert verdict.verdict == "differs by design"
@@ -61,15 +59,7 @@ def trained(strategy: str) -> tuple[dict[str, Tensor], list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            n, marks=[pytest.mark.slow] if n in ("fp16", "bf16", "topk=0.1", "powersgd=1") else []
-        )
-        for n in NAMES
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_what_is_compressed_goes_most_of_the_way_and_ranks_stay_together(name: str) -> None:
     exact, _ = trained("single")
     (weights, losses), *others = world.run(3, trained, f"ddp,compress={name},bucket_mb=0.01")

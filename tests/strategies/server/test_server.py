@@ -85,13 +85,7 @@ def agree(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("SGD", "AdamW") else pytest.param(name, marks=pytest.mark.slow)
-        for name in OPTIMIZERS
-    ],
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_servers_step_as_the_optimizer_itself_does_and_give_back_its_state(name: str) -> None:
     expected = trained("single", name)
     for found in world.run(2, trained, "server=2,part_mb=0.001", name):

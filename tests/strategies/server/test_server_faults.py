@@ -59,7 +59,7 @@ def test_a_run_that_loses_one_process_ends_at_the_bits_of_one_that_does_not(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [pytest.param("2", marks=pytest.mark.slow), "async"])
+@pytest.mark.parametrize("staleness", ["2", "async"])
 def test_stale_workers_go_on_as_well(staleness: str, tmp_path: Path) -> None:
     trouble = Trouble(tmp_path, "SIGKILL primary", PHASES["push"], 20)
     strategy = f"server=2,replicas=2,part_mb=0.01,lease_s=1,staleness={staleness}"

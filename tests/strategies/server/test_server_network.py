@@ -76,8 +76,8 @@ def test_connections_are_made_again_under_new_keys_and_change_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("fault", ["slow", pytest.param("SIGSTOP worker", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("fault", ["slow", "SIGSTOP worker"])
 def test_no_worker_reads_further_ahead_than_allowed(
     fault: str, staleness: int, tmp_path: Path
 ) -> None:

@@ -12,14 +12,9 @@ from shoal.testing.check_strategy import check_strategy
 from shoal.verification import verify_job
 from tests.matrix.cases import EXPERIMENTS
 
-SLOW = pytest.mark.slow
-QUICK = ("gpt", "cnn with BatchNorm")
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in CUT]
-)
+@pytest.mark.parametrize("name", CUT)
 def test_two_slices_are_one_device(name: str) -> None:
     check_strategy("tensor=2", 2, CUT[name])
 
@@ -28,10 +23,10 @@ def test_two_slices_are_one_device(name: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate", "name"),
     [
-        pytest.param("tensor=2,zero3", 4, 2, "gpt", marks=SLOW),
+        ("tensor=2,zero3", 4, 2, "gpt"),
         ("tensor=2,recompute,unit=Core", 2, 1, "rows"),
-        pytest.param("tensor=2,zero3,hybrid=2", 8, 1, "gpt", marks=SLOW),
-        pytest.param("tensor=3,ddp", 3, 1, "gated", marks=SLOW),
+        ("tensor=2,zero3,hybrid=2", 8, 1, "gpt"),
+        ("tensor=3,ddp", 3, 1, "gated"),
     ],
 )
 def test_slices_go_with_data_parallelism(

@@ -74,12 +74,7 @@ def loader_of_tokens() -> DataLoader:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [
-        ("tensor=2", 2),
-        pytest.param("tensor=2,zero3", 4, marks=pytest.mark.slow),
-        pytest.param("tensor=2,sequence=true", 2, marks=pytest.mark.slow),
-    ],
+    ("strategy", "ranks"), [("tensor=2", 2), ("tensor=2,zero3", 4), ("tensor=2,sequence=true", 2)]
 )
 def test_a_run_in_slices_says_counts_and_saves_what_one_device_does(
     tmp_path: Path, strategy: str, ranks: int

@@ -99,12 +99,7 @@ class Again(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "reentrant"),
-    [
-        pytest.param("zero1", False, marks=pytest.mark.slow),
-        pytest.param("zero3", False, marks=pytest.mark.slow),
-        ("zero3", True),
-    ],
+    ("strategy", "reentrant"), [("zero1", False), ("zero3", False), ("zero3", True)]
 )
 def test_a_model_may_recompute_by_itself(strategy: str, reentrant: bool) -> None:
     check_strategy(
@@ -222,9 +217,7 @@ def test_ranks_whose_samples_take_different_branches_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("zero2,unit=Experts", marks=pytest.mark.slow), "zero3,unit=Experts"]
-)
+@pytest.mark.parametrize("strategy", ["zero2,unit=Experts", "zero3,unit=Experts"])
 def test_experts_in_one_unit_train_as_on_one_device(strategy: str) -> None:
     check_strategy(strategy, 2, Experiment(Routed, loader, F.cross_entropy, steps=5))
 
