@@ -42,7 +42,6 @@ SLOW_CASES = tuple(
         ("cli/test_first_commands.py", "cli launch", "other spellings of the same flags"),
         ("cli/test_missing_packages.py", "cli train", "an experiment without extras"),
         ("cli/test_plan.py", "cli planner", "the screen of a plan"),
-        ("comm/compression/test_error_feedback.py", "comm/compression", "workers that disagree"),
         ("comm/test_algorithms.py", "comm", "means over other lists of hosts"),
         ("comm/test_mesh.py", "comm", "the mesh as torch sees it"),
         ("data/test_prefetched_batches.py", "data run", "loops that fetch ahead"),
