@@ -109,7 +109,6 @@ SLOW_CASES = tuple(
         ("run/test_loss_scaling.py", "run strategies/zero", "overflows under zero1 and zero2"),
         ("run/test_models_of_loops.py", "run trial", "models that mix samples, under zero3"),
         ("run/test_nonfinite_steps.py", "run", "NaN in each place under each strategy"),
-        ("run/test_pipeline_words.py", "run strategies/pipeline", "messages under pipelines"),
         ("run/test_predict.py", "run strategies/zero", "predictions under zero1 in a pipeline"),
         ("run/test_replica_check.py", "run", "bits that flip on one rank"),
         (
