@@ -68,18 +68,18 @@ def test_a_rank_that_breaks_is_named_with_its_place_and_that_of_the_others() -> 
         assert "run.gather(torch.tensor([value])).mean()" in text
 
 
-def saves_its_best(strategy: str) -> str:
-    """Train by losses of the loop, of which rank 1 keeps the weights once. Returns the error."""
+def saves_on_rank_1(strategy: str) -> None:
+    """Train by losses of the loop, of which rank 1 keeps the weights once."""
     run, model, optimizer, loader = prepared(strategy, 32)
+    for step, (x, _) in enumerate(loader):
+        run.backward(model(x).sin().mean())
+        optimizer.step()
+        if step == 2 and run.rank == 1:
+            run.save("best.pt")
 
-    def loop() -> None:
-        for step, (x, _) in enumerate(loader):
-            run.backward(model(x).sin().mean())
-            optimizer.step()
-            if step == 2 and run.rank == 1:
-                run.save("best.pt")
 
-    return error_of(loop)
+def saves_its_best(strategy: str) -> str:
+    return error_of(lambda: saves_on_rank_1(strategy))
 
 
 def test_a_rank_that_saves_alone_is_named_where_losses_are_those_of_the_loop(
@@ -91,15 +91,6 @@ def test_a_rank_that_saves_alone_is_named_where_losses_are_those_of_the_loop(
             assert "rank 0 is in call 4 of run.backward (test_loop_position.py:" in text
             assert "rank 1 is in run.save (test_loop_position.py:" in text
             assert "All ranks call run.save, and none behind `if run.rank == 0`" in text
-
-
-def saves_on_rank_1(strategy: str) -> None:
-    run, model, optimizer, loader = prepared(strategy, 32)
-    for step, (x, _) in enumerate(loader):
-        run.backward(model(x).sin().mean())
-        optimizer.step()
-        if step == 2 and run.rank == 1:
-            run.save("best.pt")
 
 
 def test_a_rank_that_saves_alone_is_named_where_a_model_gathers_what_it_computes_with(
