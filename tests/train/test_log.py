@@ -67,15 +67,6 @@ def largest_file(size_bytes: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_records_are_json_lines_with_their_kind(tmp_path):
-    run(tmp_path, range(1, 5))
-    parsed = [json.loads(line) for line in lines(tmp_path)]
-    assert [(r["kind"], r["step"]) for r in parsed] == [("train", s) for s in (1, 2, 3, 4)] + [
-        ("validation", 4)
-    ]
-    assert parsed[1] == {"kind": "train", **record(2)}
-
-
 def test_a_number_that_is_not_finite_is_null_so_that_every_line_is_json(tmp_path):
     log = Log(tmp_path, active=True, tensorboard=True, resume_step=0)
     log.write("train", {"step": 1, "loss": float("nan"), "perplexity": float("inf")})

@@ -78,25 +78,6 @@ def test_a_recipe_gives_the_same_records_on_one_rank_and_on_three(
         assert given == pytest.approx(expected, rel=1e-10)
 
 
-@pytest.mark.slow
-def test_the_rate_follows_warm_up_and_milestones(tmp_path: Path) -> None:
-    recipe = RECIPES["step schedule"] | {
-        "train.batch_size": "500",
-        "train.epochs": "3",
-        "train.max_steps": "9",
-    }
-    rates = [record["lr"] for record in on(1, tmp_path, recipe) if record["kind"] == "train"]
-    assert rates == pytest.approx([0.2] * 3 + [0.02] * 6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_autocast_trains(precision: str, tmp_path: Path) -> None:
-    found = on(2, tmp_path, {"train.precision": precision, "train.max_steps": "3"})
-    losses = [record["loss"] for record in found if record["kind"] == "train"]
-    assert losses[-1] < losses[0]
-
-
 def test_batches_larger_than_the_data_set_are_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
