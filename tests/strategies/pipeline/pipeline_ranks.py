@@ -128,44 +128,11 @@ class Scaled:
         return self.loss_fn(output, target) * self.factor
 
 
-class Growing(nn.Module):
-    """The shape between its stages depends on values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 8), nn.Linear(8, 10)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(Wider()(self.first(x.flatten(1)))).mean(0, keepdim=True).expand(len(x), 10)
-
-
-class Wider(nn.Module):
-    """Repeats its input as often as it has positive entries."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.repeat(1 + int((x > 0).sum()) % 5, 1)
-
-
-class Twice(nn.Module):
-    """One BatchNorm at both ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.first, self.last = nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.norm(self.first(self.norm(x.flatten(1)))))
-
-
-MODELS = {"mlp": cases.mlp, "growing": Growing, "twice": Twice}
-
-
-def refusal(strategy: str, model_name: str = "mlp", **options: Any) -> str:
+def refusal(strategy: str, compile: bool = False) -> str:
     """Return the message with which a pipeline refuses; empty if it does not."""
     try:
-        run = init_with_place(strategy, announce=lambda _: None, **options)
-        model = MODELS[model_name]()
+        run = init_with_place(strategy, announce=lambda _: None, compile=compile)
+        model = cases.mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, _, loader = run.prepare(model, optimizer, cases.image_loader())
         for x, target in loader:

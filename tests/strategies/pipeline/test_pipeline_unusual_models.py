@@ -99,10 +99,6 @@ def first(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
     return F.cross_entropy(output[0], target)
 
 
-def detached(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
-    return F.cross_entropy(output[0].detach(), target)
-
-
 def trained(
     strategy: str, model_fn: Callable[[], nn.Module], loss_fn: Any, steps: int = 2
 ) -> dict[str, Tensor]:
@@ -154,13 +150,6 @@ def test_a_pipeline_is_one_process_or_says_why_not() -> None:
             torch.testing.assert_close(other, one, rtol=1e-10, atol=1e-12)
         assert "2.norm has buffers and is called in stages of ranks [0, 1]" in shares_statistics
         assert "Use schedule=1f1b or schedule=interleaved" in halves_gradients
-
-
-def test_a_loss_without_a_gradient_is_refused() -> None:
-    with pytest.raises(
-        Exception, match="the loss has no gradient: it was computed from detached tensors"
-    ):
-        world.run(2, trained, "pipeline=2,microbatches=2,cuts=b", Asides, detached)
 
 
 class Unconnected:

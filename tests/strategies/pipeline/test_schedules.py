@@ -8,7 +8,6 @@ import pytest
 
 from shoal.cli import main
 from shoal.costs.pass_table import Action
-from shoal.errors import ConfigError
 from shoal.strategies.pipeline.schedule_timing import (
     bubble_fractions,
     expected_bubble,
@@ -87,15 +86,6 @@ def test_a_table_in_which_ranks_wait_for_each_other_is_found() -> None:
     backwards = (Action("B", 0, 0), Action("F", 0, 0))
     with pytest.raises(AssertionError, match="wait for each other"):
         check(ScheduleTable((backwards, (Action("F", 1, 0), Action("B", 1, 0))), "wrong", 2, 1))
-
-
-def test_what_cannot_be_scheduled_is_refused_with_the_nearest_that_can() -> None:
-    with pytest.raises(ConfigError, match="did you mean '1f1b'"):
-        table("1f1c", 4, 8)
-    with pytest.raises(ConfigError, match="microbatches=8 or 12"):
-        table("interleaved", 4, 9)
-    with pytest.raises(ConfigError, match="schedule=gpipe"):
-        table("naive", 4, 8)
 
 
 def test_the_command_draws_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from fault_injection import model, trials
+from torch import Tensor
 
 import shoal
 from shoal.errors import UsageError
@@ -22,15 +23,6 @@ from shoal.run.supervised import supervised
 from shoal.testing import world
 
 STEPS = 80
-TRIALS = int(os.environ.get("SHOAL_FAULT_TRIALS", "20"))
-QUICK = 1
-"""Trials that are in `make test`; `make test-slow` has all, `make test-faults` 300."""
-
-
-def model() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)
-    ).double()
 
 
 Happening = Callable[[Path, Any, Random], list[Any]]
@@ -150,13 +142,7 @@ def test_workers_at_different_steps_are_not_disturbed_either(
         assert all(torch.equal(weights[name], value) for name, value in found[0][0].items())
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(seed, marks=[pytest.mark.slow] if seed >= QUICK else [])
-        for seed in range(TRIALS)
-    ],
-)
+@pytest.mark.parametrize("seed", trials())
 def test_nothing_is_lost_when_someone_dies_while_parts_move(
     tmp_path: Path, seed: int, undisturbed: dict[str, Tensor]
 ) -> None:

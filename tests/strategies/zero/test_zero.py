@@ -1,8 +1,7 @@
-"""ZeRO beyond the conformance table: memory, clipping, evaluation, scalars, saving, refusals."""
+"""ZeRO beyond the conformance table: memory, clipping, evaluation, scalars, refusals."""
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -133,25 +132,6 @@ def test_a_model_may_first_be_called_in_inference_mode() -> None:
     expected = trained_after_inference("single")
     for found in world.run(2, trained_after_inference, "zero3"):
         assert_same(found, expected)
-
-
-def saves(strategy: str, file: Path) -> dict[str, Tensor]:
-    run, model, optimizer, loader = prepared(strategy, Scaled)
-    for x, y in loader:
-        run.forward_backward(supervised(F.cross_entropy, model), x, y)
-        optimizer.step()
-    run.save(file)
-    return run.weights()
-
-
-def test_what_is_saved_is_the_whole_model_under_its_own_names(tmp_path: Path) -> None:
-    weights, other = world.run(2, saves, "zero3", tmp_path / "model.pt")
-    found = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert list(found) == list(Scaled().state_dict())
-    for name, value in found.items():
-        assert torch.equal(value, weights[name])
-        assert torch.equal(value, other[name])
-    Scaled().double().load_state_dict(found)
 
 
 class WritesIntoViews(nn.Module):
