@@ -12,7 +12,6 @@ import pytest
 from shoal.cli import program
 from shoal.config import read, to_yaml
 from shoal.config.job import Job
-from shoal.errors import ConfigError
 from shoal.planner.auto_strategy import choose
 from shoal.strategies import parse_line
 from shoal.train.run_directory import CONFIG
@@ -39,11 +38,6 @@ def test_a_run_that_goes_on_keeps_its_strategy(job: Job) -> None:
     line, reason = choose(job, 2)
     assert line == "zero3"
     assert "as the run in" in reason
-
-
-def test_auto_beside_other_strategies_is_refused() -> None:
-    with pytest.raises(ConfigError, match="auto stands alone"):
-        parse_line("auto,zero1")
 
 
 SCRIPT = """

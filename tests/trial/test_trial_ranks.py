@@ -117,34 +117,10 @@ def test_a_later_batch_that_couples_samples_is_refused_when_it_comes(
         world.run(2, padded_later, strategy, compiled, timeout_s=170.0)
 
 
-def second_loss_is_coupled(strategy: str) -> tuple[int, str]:
-    """Train by a mean and by a loss that is none, in turn. Returns the steps before the error."""
-    torch.manual_seed(0)
-    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    x = run.share(torch.randn(12, 6).double())
-    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    losses = [lambda x: model(x).square().mean(), lambda x: model(x).square().mean().sqrt()]
-    for count in range(4):
-        try:
-            run.forward_backward(losses[count // 2], x)
-        except UsageError as error:
-            return count, str(error)
-        optimizer.step()
-        optimizer.zero_grad()
-    return 4, ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_each_loss_of_a_script_is_tried_in_its_own_first_step(strategy: str) -> None:
-    for count, error in world.run(2, second_loss_is_coupled, strategy):
-        assert count == 2
-        assert "compute_loss is no mean over samples" in error
-
-
-def hard_samples_from_step_10(strategy: str) -> tuple[int, str]:
-    """Train by the mean of a batch, then by that of its hard half. Returns the steps that went."""
+def steps_before_the_refusal(strategy: str, of_two_losses: bool) -> tuple[int, str]:
+    """Train by a mean, and then by a loss that is none: by another function after two steps, or by
+    the hard half of a batch in the same one after ten. Returns the steps that went.
+    """
     torch.manual_seed(0)
     run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
@@ -156,8 +132,9 @@ def hard_samples_from_step_10(strategy: str) -> tuple[int, str]:
         return (losses if count < 10 else losses.topk(len(x) // 2).values).mean()
 
     for count in range(20):
+        is_second = of_two_losses and count >= 2
         try:
-            run.forward_backward(loss, x)
+            run.forward_backward((lambda x: loss(x).sqrt()) if is_second else loss, x)
         except UsageError as error:
             return count, str(error)
         optimizer.step()
@@ -166,10 +143,12 @@ def hard_samples_from_step_10(strategy: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
-def test_a_loss_that_becomes_coupled_is_refused_in_step_16(strategy: str) -> None:
-    for count, error in world.run(2, hard_samples_from_step_10, strategy):
-        assert count + 1 == 16
-        assert "compute_loss is no mean over samples" in error
+def test_a_loss_is_tried_in_its_own_first_step_and_again_in_step_16(strategy: str) -> None:
+    calls = (strategy, True), (strategy, False)
+    for of_two, of_one in world.run(2, in_turn, steps_before_the_refusal, *calls):
+        assert (of_two[0], of_one[0] + 1) == (2, 16)
+        for _, error in (of_two, of_one):
+            assert "compute_loss is no mean over samples" in error
 
 
 def baseline_of_own_losses() -> list[str]:
