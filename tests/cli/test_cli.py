@@ -128,19 +128,6 @@ def test_models_and_data_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "no.py: there is no such file" in err
 
 
-def test_the_flag_allreduce_is_answered_by_the_option_of_ddp(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    status, _, err = shoal(capsys, "train", "digits", "--allreduce", "ring")
-    assert (
-        status,
-        "--allreduce: it is an option of ddp: --strategy ddp,allreduce=ring" in err,
-    ) == (
-        2,
-        True,
-    )
-
-
 def test_an_error_that_ends_a_verb_is_known_to_what_runs_at_the_end_of_the_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ REFUSED = [
     ("train digits --nnodes 2", "--nnodes: one command starts the ranks of all machines"),
     ("train digits --bf16 --seed 1", "--bf16: in a script shoal.init(precision="),
     ("train digits --strategy pp=2 -n 1", "pipeline=2"),
+    ("train digits --allreduce ring", "it is an option of ddp: --strategy ddp,allreduce=ring"),
     ("train digits --servers 2", "--servers: servers are a strategy: --strategy server=2, or"),
     ("launch -n 2 --record t.py", "--record: only runs of `shoal train` can be recorded"),
     ("verify t.py --slurm --nodes 2", "--slurm: `shoal train` and `shoal launch` run on several"),
