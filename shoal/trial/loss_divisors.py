@@ -133,7 +133,8 @@ def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> 
 
     Args:
         rows: samples in it.
-        outputs: `grad_fn` of what the models have returned.
+        outputs: `grad_fn` of what the models have returned; none of a model that computes its loss
+            by its own parameters.
 
     Raises: RuntimeError: the graph was used and freed.
     """
@@ -148,7 +149,9 @@ def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> 
             paths += _next(node, way, rows)
         elif not is_of_all_ranks(node):
             used = islice(nodes_behind([node], is_of_all_ranks), MOST_NODES)
-            of_models = any(node in outputs for node in used)
+            # Without outputs, all that weights are multiplied with counts: a penalty has only them.
+            is_product = not outputs and _kind(node) != "AccumulateGrad"
+            of_models = is_product or any(node in outputs for node in used)
             if not way.operation and of_models and node not in outputs:
                 way = way._replace(operation=_kind(node), is_seen=_kind(node) in PRODUCTS)
             if way.operation:

@@ -335,3 +335,17 @@ def test_a_loss_of_very_many_terms_ends() -> None:
         return total
 
     assert objection([part(loss, 1), part(loss, 2)]) == ""
+
+
+@pytest.mark.parametrize(("penalty", "is_refused"), [(False, True), (True, False)])
+def test_a_sum_over_samples_is_seen_without_outputs_of_a_module(
+    penalty: bool, is_refused: bool
+) -> None:
+    weight = torch.ones(3, 2, requires_grad=True)
+
+    def seen(rank: int) -> LossPart:
+        scores = (torch.ones(4, 3) @ weight).square()
+        loss = scores.mean() + weight.square().sum() if penalty else scores.sum()
+        return LossPart(f"rank {rank}", 4, divisors_of(loss, 4, set()))
+
+    assert ("a sum over samples" in objection([seen(0), seen(1)])) == is_refused
