@@ -27,7 +27,7 @@ from benchmarks.collectives.candidates import DeepSpeed, OpenMpi
 from benchmarks.collectives.measure import be_a_rank, start_ranks
 from benchmarks.report_page import circumstances, write_result
 from shoal.platform.torch_private.c10d import Options
-from shoal.shm_backend.call_handles import CompletedWork
+from shoal.shm_backend.call_queue import CompletedWork
 from shoal.shm_backend.group import ShoalGroup
 
 RESULT = Path(__file__).with_name("call_parts.json")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.interleaved import in_turns
-from shoal.shm_backend.call_handles import CompletedWork
+from shoal.shm_backend.call_queue import CompletedWork
 from shoal.shm_backend.group import ShoalGroup
 
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shoal.comm.equal_chunks import receive, send
-from shoal.shm_backend.reduce_kernels import reduce_into
+from shoal.shm_backend.collectives import reduce_into
 
 # Smaller messages cost more time of the processor, larger ones leave a link idle at both ends.
 CHUNK_BYTES = 1 << 17

@@ -7,8 +7,7 @@ torch.distributed.init_process_group("cpu:shoal")
         │
     group.py                               the collectives: shared memory or Gloo?
         │
-        ├── call_queue.py                  calls in order
-        │     ├── call_handles.py          their handles
+        ├── call_queue.py                  calls in order, and their handles
         │     ├── collectives.py           who writes and who reads in which phase
         │     ├── native.py                the same in C, for all-reduces
         │     ├── waiter.py                spins, sleeps, checks the other ranks

@@ -25,13 +25,14 @@ Tensors are flat and contiguous here. *Rows* are one flat tensor for each rank, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from shoal.shm_backend.phase_board import MAX_PHASES_AHEAD, SLOT_BYTES, SLOTS, PhaseBoard, Steps
-from shoal.shm_backend.reduce_kernels import reduce_into
 
 # Called with the index of a slice and the slot to write into, or to read from.
 WriteSlice: TypeAlias = Callable[[int, int], None]
@@ -82,29 +83,19 @@ def barrier(board: PhaseBoard) -> Steps:
 def all_reduce(board: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
     """Reduce `tensor` over all ranks in the order of ranks, in place.
 
-    This is `exchange_slices` written out, because each microsecond of Python counts here. Ranks 0
-    and 1 read their own values from `tensor` itself and not from their slot: their values are the
-    first two terms, so they are read before the result overwrites them."""
-    if board.size == 1:
-        return
+    Ranks 0 and 1 read their own values from `tensor` itself and not from their slot: their values
+    are the first two terms, so they are read before the result overwrites them.
+    """
     slices = slot_slices(tensor)
-    rank = board.rank
-    first = board.phase + 1
-    current: Tensor | None = None
-    for index, following in enumerate((*slices, None)):
-        previous, current = current, following
-        if current is not None:
-            phase = first + index
-            yield board.all_at_phase, phase - MAX_PHASES_AHEAD
-            board.slot_tensors(current, phase)[rank].copy_(current)
-            board.publish()
-        if previous is not None:
-            phase = first + index - 1
-            yield board.all_reached, phase
-            terms = board.slot_tensors(previous, phase)
-            if rank < 2:
-                terms = [previous if r == rank else term for r, term in enumerate(terms)]
-            reduce_into(previous, terms, operation)
+
+    def read(index: int, slot: int) -> None:
+        out = slices[index]
+        terms = board.slots(out.dtype, out.numel())[slot]
+        if board.rank < 2:
+            terms = [out if rank == board.rank else term for rank, term in enumerate(terms)]
+        reduce_into(out, terms, operation)
+
+    return exchange_slices(board, len(slices), _slice_writer(board, slices), read)
 
 
 def broadcast(board: PhaseBoard, tensor: Tensor, root: int) -> Steps:
@@ -147,8 +138,8 @@ def reduce_scatter(
     def read(index: int, slot: int) -> None:
         begin, end = bounds[index]
         out = _part(tensor, begin, end)
-        slots = board.slot_views(out.dtype, (end - begin) * board.size).rows
-        terms = [written[rank] for written in slots[slot]]
+        slots = board.slots(out.dtype, (end - begin) * board.size)
+        terms = [written.view(board.size, end - begin)[rank] for written in slots[slot]]
         if reads_local_row:
             terms[rank] = _part(rows[rank], begin, end)
         reduce_into(out, terms, operation)
@@ -182,7 +173,7 @@ def _part(row: Tensor, begin: int, end: int) -> Tensor:
 def _slice_writer(board: PhaseBoard, slices: Sequence[Tensor]) -> WriteSlice:
     def write(index: int, slot: int) -> None:
         values = slices[index]
-        board.slot_views(values.dtype, values.numel()).full[slot][board.rank].copy_(values)
+        board.slots(values.dtype, values.numel())[slot][board.rank].copy_(values)
 
     return write
 
@@ -190,7 +181,7 @@ def _slice_writer(board: PhaseBoard, slices: Sequence[Tensor]) -> WriteSlice:
 def _slice_reader(board: PhaseBoard, slices: Sequence[Tensor], rank: int) -> ReadSlice:
     def read(index: int, slot: int) -> None:
         out = slices[index]
-        out.copy_(board.slot_views(out.dtype, out.numel()).full[slot][rank])
+        out.copy_(board.slots(out.dtype, out.numel())[slot][rank])
 
     return read
 
@@ -206,9 +197,56 @@ def _row_writer(
 
     def write(index: int, slot: int) -> None:
         begin, end = bounds[index]
-        views = board.slot_views(rows[0].dtype, (end - begin) * board.size)
-        outs = views.rows[slot][board.rank]
+        slots = board.slots(rows[0].dtype, (end - begin) * board.size)
+        outs = slots[slot][board.rank].view(board.size, end - begin)
         for rank, row in written_rows:
             outs[rank].copy_(_part(row, begin, end))
 
     return write
+
+
+Combine = Callable[..., Any]
+
+# "avg" is a sum that is divided at the end.
+COMBINE: Mapping[str, Combine] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+# The dtypes that torch adds.
+REDUCIBLE = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.complex64, torch.complex128),
+)
+
+
+def reduce_into(out: Tensor, terms: Sequence[Tensor], operation: str) -> None:
+    """Reduce `terms` into `out` in their order; "avg" divides the sum by their number.
+
+    Args:
+        out: as long as each term. It may be one of the first two terms, but no later one: the first
+            addition overwrites it.
+        terms: two or more.
+    """
+    combine = COMBINE[operation]
+    combine(terms[0], terms[1], out=out)
+    for term in terms[2:]:
+        combine(out, term, out=out)
+    if operation == "avg":
+        out.div_(len(terms))
+
+
+@cache
+def can_reduce(dtype: torch.dtype, operation: str) -> bool:
+    """Return True if `reduce_into` supports this dtype and operation.
+
+    Gloo gets the other calls. It supports some of them and raises an error for the rest.
+    """
+    if operation not in COMBINE or dtype not in REDUCIBLE:
+        return False
+    if operation == "avg":
+        return dtype.is_floating_point or dtype.is_complex
+    return operation in ("sum", "product") or not dtype.is_complex

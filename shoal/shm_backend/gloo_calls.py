@@ -20,9 +20,9 @@ from torch.distributed.distributed_c10d import Work
 from shoal.errors import CollectiveFailed, PeerLost, UsageError
 from shoal.platform.torch_private.c10d import timeout_of
 from shoal.platform.torch_private.tensor_state import is_zerotensor
-from shoal.shm_backend.call import CallSignature
-from shoal.shm_backend.call_handles import NO_LIMIT, CompletedWork, ForwardedWork, traced
-from shoal.shm_backend.liveness import PeerLiveness
+from shoal.shm_backend.call_queue import NO_LIMIT, CompletedWork, ForwardedWork, traced
+from shoal.shm_backend.phase_board import CallSignature
+from shoal.shm_backend.waiter import PeerLiveness
 from shoal.trace.recorder import InFlight, Recorder
 from shoal.watchdog.progress_word import COLLECTIVES, RECV, SEND
 from shoal.watchdog.progress_writer import CallProgress, now_ns, own_progress

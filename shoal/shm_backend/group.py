@@ -32,18 +32,15 @@ from shoal.platform.torch_private.c10d import (
 )
 from shoal.platform.torch_private.subclasses import is_fake
 from shoal.shm_backend import collectives
-from shoal.shm_backend.call import MAX_RANKS, CallSignature, signature
-from shoal.shm_backend.call_handles import CompletedWork, traced
-from shoal.shm_backend.call_queue import CallQueue
+from shoal.shm_backend.call_queue import CallQueue, CompletedWork, traced
+from shoal.shm_backend.collectives import can_reduce, reduce_into
 from shoal.shm_backend.gloo_calls import GlooCalls, is_flat_contiguous
-from shoal.shm_backend.liveness import PeerLiveness
 from shoal.shm_backend.native import CODES, LARGE_BYTES, NativeCalls
 from shoal.shm_backend.native import MAX_RANKS as MAX_NATIVE_RANKS
-from shoal.shm_backend.phase_board import PhaseBoard, Steps
-from shoal.shm_backend.reduce_kernels import can_reduce, reduce_into
+from shoal.shm_backend.phase_board import MAX_RANKS, CallSignature, PhaseBoard, Steps, signature
 from shoal.shm_backend.rendezvous import Topology, rendezvous
 from shoal.shm_backend.torch_calls import torch_call
-from shoal.shm_backend.waiter import SPIN_S, Waiter
+from shoal.shm_backend.waiter import SPIN_S, PeerLiveness, Waiter
 from shoal.trace.recorder import InFlight, Recorder
 from shoal.watchdog.progress_writer import own_progress
 

@@ -15,24 +15,98 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
-from typing import Any, TypeAlias
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shoal.errors import CollectiveFailed
-from shoal.shm_backend.call import CallSignature, decode
+from shoal.platform.tensors import DTYPE_NUMBERS, DTYPES
 from shoal.shm_backend.segment import TOKEN_BYTES, Segment, SharedSegment
+from shoal.watchdog.progress_word import COLLECTIVES
 from shoal.watchdog.progress_writer import CallProgress
+
+OPERATIONS = ("", "sum", "avg", "product", "min", "max")
+MAX_RANKS = 1 << 10
+
+
+class CallSignature(NamedTuple):
+    """A collective as all ranks must call it.
+
+    Args:
+        kind: one of COLLECTIVES.
+        dtype: of the elements.
+        length: elements on each rank; 0 for a call in which ranks may differ in it.
+        operation: one of OPERATIONS; "" if nothing is reduced.
+        root: rank in the group, for calls that have a root.
+    """
+
+    kind: str
+    dtype: torch.dtype = torch.uint8
+    length: int = 0
+    operation: str = ""
+    root: int = 0
+
+    @property
+    def encoded(self) -> int:
+        """Encode this call as an integer below 2**63, which all ranks compare.
+
+        bits   0-4    5-8         9-14    15-24   25-62
+               kind   operation   dtype   root    elements on each rank
+        """
+        return (
+            COLLECTIVES.index(self.kind)
+            | OPERATIONS.index(self.operation) << 5
+            | DTYPE_NUMBERS[self.dtype] << 9
+            | self.root << 15
+            | (self.length & (1 << 38) - 1) << 25
+        )
+
+    def describe(self) -> str:
+        """Describe this call for error messages, such as `all_reduce(1,000 x float32, sum)`."""
+        if self.kind == "barrier":
+            return "barrier()"
+        arguments = [str(self.dtype)]
+        if self.length:
+            arguments = [f"{self.length:,} x {str(self.dtype).removeprefix('torch.')}"]
+        if self.operation:
+            arguments.append(self.operation)
+        if self.kind == "broadcast":
+            arguments.append(f"root {self.root}")
+        return f"{self.kind}({', '.join(arguments)})"
+
+
+@lru_cache(4096)
+def signature(
+    kind: str, dtype: torch.dtype, length: int, operation: str = "", root: int = 0
+) -> tuple[CallSignature, int]:
+    """Return a signature and its encoding."""
+    call = CallSignature(kind, dtype, length, operation, root)
+    return call, call.encoded
+
+
+def decode(word: int) -> CallSignature:
+    """Decode a word of `CallSignature.encoded`.
+
+    A damaged word gives some signature and no error, because the result is for an error message.
+    """
+    return CallSignature(
+        COLLECTIVES[(word & 31) % len(COLLECTIVES)],
+        DTYPES[(word >> 9 & 63) % len(DTYPES)],
+        word >> 25,
+        OPERATIONS[(word >> 5 & 15) % len(OPERATIONS)],
+        word >> 15 & MAX_RANKS - 1,
+    )
+
 
 # A collective as a generator: each item is a condition and its argument, which must be true before
 # the generator may go on.
 Steps: TypeAlias = Iterable[tuple[Callable[[Any], bool], Any]]
+SlotTensors: TypeAlias = list[list[Tensor]]
+"""Tensors of one dtype and length that lie in the slots: of each slot, that of each rank."""
 
 LAG = 3
 SLOTS = 8
@@ -50,42 +124,10 @@ SLOTS_AT = 4096 - TOKEN_BYTES
 SIZE_BYTES = SLOTS_AT + SLOTS * SLOT_BYTES
 MAX_CACHED_LAYOUTS = 1024
 # futex(2) of Linux, by ctypes. A sleeper needs no processor time and wakes within microseconds,
-# which matters where there are more ranks than cores. On systems without it, a sleep lasts NAP_S.
-SYSCALL_NUMBER = (
-    {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1) if sys.platform == "linux" else -1
-)
+# which matters where there are more ranks than cores. Its number is 98 on all newer processors.
+SYSCALL_NUMBER = 202 if platform.machine() == "x86_64" else 98
 # Arguments of futex(2): two operations, and the number of sleepers to wake.
 WAIT, WAKE, ALL = 0, 1, 2**31 - 1
-NAP_S = 200e-6
-
-
-class SlotViews:
-    """Flat tensors of one dtype and length that lie in the slots.
-
-    Attributes:
-        full: full[slot][rank], the tensor of each rank.
-        rows: rows[slot][rank][row], the same tensor divided into one row for each rank. All rows
-            have the same length.
-    """
-
-    def __init__(self, memories: Sequence[Segment], dtype: torch.dtype, length: int) -> None:
-        self.size = len(memories)
-        self.dtype = dtype
-        self.length = length
-        starts = [SLOTS_AT + slot * SLOT_BYTES for slot in range(SLOTS)]
-        nonempty = max(length, 1)  # torch.frombuffer refuses a length of 0
-        with torch.inference_mode(False):  # later calls outside that mode write into them too
-            self.full = [
-                [memory.tensor(start, nonempty, dtype)[:length] for memory in memories]
-                for start in starts
-            ]
-
-    @cached_property  # most collectives need none
-    def rows(self) -> list[list[tuple[Tensor, ...]]]:
-        return [
-            [tensor.view(self.size, self.length // self.size).unbind() for tensor in ranks]
-            for ranks in self.full
-        ]
 
 
 class PhaseBoard:
@@ -120,8 +162,7 @@ class PhaseBoard:
         self._self_words = self.words[rank]
         self._peer_words = [(r, words) for r, words in enumerate(self.words) if r != rank]
         self._phase_addresses = [m.head_address(8 * PHASE) for m in self.memories]
-        self._views: dict[tuple[torch.dtype, int], SlotViews] = {}
-        self._last_views = SlotViews(self.memories, torch.uint8, 1)
+        self._slots: dict[tuple[torch.dtype, int], SlotTensors] = {}
         self._fence_lock = threading.Lock()
         self._fence_lock.acquire()
         self.phase = 0
@@ -135,8 +176,7 @@ class PhaseBoard:
 
     def close(self) -> None:
         """Let go of the memory of all ranks. The board cannot be used afterwards."""
-        self._views.clear()
-        self._last_views = SlotViews((), torch.uint8, 0)
+        self._slots.clear()
         self.words.clear()
         self._peer_words.clear()
         self.memories.clear()
@@ -151,23 +191,21 @@ class PhaseBoard:
         if self.progress is not None:
             self.progress.begin(self.calls, word)
 
-    def slot_views(self, dtype: torch.dtype, length: int) -> SlotViews:
-        """Return tensors in the slots, of at most SLOT_BYTES each."""
-        last = self._last_views
-        # All slices of a tensor but the last one have the same length.
-        if last.length == length and last.dtype is dtype:
-            return last
-        views = self._views.get((dtype, length))
-        if views is None:
-            if len(self._views) >= MAX_CACHED_LAYOUTS:
-                self._views.clear()
-            views = self._views[dtype, length] = SlotViews(self.memories, dtype, length)
-        self._last_views = views
-        return views
-
-    def slot_tensors(self, like: Tensor, phase: int) -> list[Tensor]:
-        """Return the slot of each rank in `phase`, with the dtype and length of `like`."""
-        return self.slot_views(like.dtype, like.numel()).full[phase % SLOTS]
+    def slots(self, dtype: torch.dtype, length: int) -> SlotTensors:
+        """Return flat tensors in the slots, of at most SLOT_BYTES each."""
+        found = self._slots.get((dtype, length))
+        if found is not None:
+            return found
+        if len(self._slots) >= MAX_CACHED_LAYOUTS:
+            self._slots.clear()
+        starts = [SLOTS_AT + slot * SLOT_BYTES for slot in range(SLOTS)]
+        nonempty = max(length, 1)  # torch.frombuffer refuses a length of 0
+        with torch.inference_mode(False):  # later calls outside that mode write into them too
+            made = self._slots[dtype, length] = [
+                [memory.tensor(start, nonempty, dtype)[:length] for memory in self.memories]
+                for start in starts
+            ]
+        return made
 
     def publish(self) -> None:
         """Publish the next phase, with the values that this rank has written into its slot."""
@@ -295,9 +333,8 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def _syscall() -> Callable[..., Any] | None:
-    if SYSCALL_NUMBER < 0:
-        return None
+@cache
+def _syscall() -> Callable[..., Any]:
     function = ctypes.CDLL(None, use_errno=True).syscall
     # system call number, address, operation, value, time-out
     function.argtypes = (
@@ -311,25 +348,16 @@ def _syscall() -> Callable[..., Any] | None:
     return function
 
 
-_FUTEX = _syscall()  # None on systems without futex
-
-
 def futex_wait(address: int, value: int, limit_s: float) -> None:
     """Sleep until woken, or for `limit_s`. Return at once if the word no longer has `value`.
 
     The kernel compares the lowest 32 bits and falls asleep in one step, so no wake is lost.
     """
-    if _FUTEX is None:
-        time.sleep(min(NAP_S, limit_s))
-        return
     limit = _Timespec(int(limit_s), int(limit_s % 1 * 1e9))
     # ctypes releases the interpreter's lock in the call: other threads can run.
-    _FUTEX(SYSCALL_NUMBER, address, WAIT, value & 0xFFFFFFFF, ctypes.addressof(limit))
+    _syscall()(SYSCALL_NUMBER, address, WAIT, value & 0xFFFFFFFF, ctypes.addressof(limit))
 
 
 def futex_wake(address: int) -> int:
-    """Wake all processes and threads that sleep on a word.
-
-    Returns: the number of sleepers; 0 on systems without futex.
-    """
-    return 0 if _FUTEX is None else int(_FUTEX(SYSCALL_NUMBER, address, WAKE, ALL, None))
+    """Wake all processes and threads that sleep on a word. Return their number."""
+    return int(_syscall()(SYSCALL_NUMBER, address, WAKE, ALL, None))

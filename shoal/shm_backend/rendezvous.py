@@ -73,7 +73,12 @@ class _RendezvousRecord(NamedTuple):
 
 def rendezvous(store: Store, rank: int, size: int) -> Topology:
     """Exchange hosts and segments with all ranks of a group. Collective."""
-    memory, problem = _create_segment()
+    memory: SharedSegment | None = None
+    problem = ""
+    try:
+        memory = SharedSegment(SIZE_BYTES)
+    except OSError as error:
+        problem = f"{SIZE_BYTES >> 20} MiB of shared memory could not be had: {error}"
     description = memory.description if memory is not None else {}
     record = _RendezvousRecord(host_id("pid"), os.getpid(), description, native.version())
     records = _all_gather(store, "here", rank, size, record, _checked_record)  # [1]
@@ -104,63 +109,47 @@ def rendezvous(store: Store, rank: int, size: int) -> Topology:
 
 
 def _all_gather(
-    store: Store, key: str, rank: int, size: int, own: T, check: Callable[[int, Any], T]
+    store: Store, key: str, rank: int, size: int, own: T, check: Callable[[Any], T]
 ) -> list[T]:
     """Return the value of every rank, in the order of ranks. Collective.
 
-    Args: check: returns the value of another rank, given its number and its entry of JSON.
+    Args: check: returns the value of another rank, given its entry of JSON. Raises ValueError or
+        TypeError for what is none.
 
     Raises: CollectiveFailed: an entry is none of Shoal's.
     """
     store.set(f"{key}/{rank}", json.dumps(own))
-    return [
-        own if peer == rank else check(peer, _parsed(peer, store.get(f"{key}/{peer}")))
-        for peer in range(size)
-    ]
+    values: list[T] = []
+    for peer in range(size):
+        if peer == rank:  # what this rank knows itself is never read back
+            values.append(own)
+            continue
+        entry = store.get(f"{key}/{peer}")[:LONGEST_ENTRY_BYTES]
+        try:
+            values.append(check(json.loads(entry)))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CollectiveFailed(
+                f"the entry of rank {peer} in the store of the ranks was not written by Shoal: "
+                f"{error}. Either ranks run different versions of Shoal, or a stranger writes into "
+                "the store; docs/security.md tells who can."
+            ) from error
+    return values
 
 
-def _parsed(peer: int, entry: bytes) -> Any:
-    if len(entry) > LONGEST_ENTRY_BYTES:
-        raise _not_by_shoal(peer, f"it has {len(entry)} bytes")
-    try:
-        return json.loads(entry)
-    except (ValueError, RecursionError) as error:
-        raise _not_by_shoal(peer, "it is no JSON") from error
-
-
-def _checked_record(peer: int, entry: Any) -> _RendezvousRecord:
-    # Exact kinds, for True is an int.
-    kinds = [type(field) for field in entry] if isinstance(entry, list) else []
-    if kinds != [str, int, dict, int] or not 0 < entry[1] <= LARGEST_PID:
-        raise _not_by_shoal(peer, "it is no record")
+def _checked_record(entry: Any) -> _RendezvousRecord:
     record = _RendezvousRecord(*entry)
-    # The kernel vouches for the process whose memory it is; the same process is watched.
-    if record.memory and record.memory.get("pid") != record.pid:
-        raise _not_by_shoal(peer, "it names two processes")
+    # Exact kinds, for True is an int. The kernel vouches for the process whose memory it is; the
+    # same process is watched.
+    kinds = [type(field) for field in record]
+    if kinds != [str, int, dict, int] or record.memory.get("pid", record.pid) != record.pid:
+        raise ValueError("it is no record")
+    if not 0 < record.pid <= LARGEST_PID:
+        raise ValueError("it names no process")
     return record
 
 
-def _checked_problem(peer: int, answer: Any) -> str:
+def _checked_problem(answer: Any) -> str:
     """Return the problem that a rank has told, fit for a log; empty if it has none."""
     if not isinstance(answer, str):
-        raise _not_by_shoal(peer, "it is no text")
+        raise TypeError("it is no text")
     return printable(answer[:LONGEST_PROBLEM])
-
-
-def _not_by_shoal(peer: int, fact: str) -> CollectiveFailed:
-    return CollectiveFailed(
-        f"the entry of rank {peer} in the store of the ranks was not written by Shoal: {fact}. "
-        "Either ranks run different versions of Shoal, or a stranger writes into the store; "
-        "docs/security.md tells who can."
-    )
-
-
-def _create_segment() -> tuple[SharedSegment | None, str]:
-    """Return this rank's segment and an empty string, or None and the reason."""
-    try:
-        memory = SharedSegment(SIZE_BYTES)
-    except OSError as error:
-        return None, f"{SIZE_BYTES >> 20} MiB of shared memory could not be had: {error}"
-    if not memory.description:
-        return None, "this system has no memory without a name to share (memfd_create)"
-    return memory, ""

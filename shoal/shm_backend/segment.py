@@ -61,17 +61,17 @@ class Segment:
 class SharedSegment(Segment):
     """Memory of this process, zeros at first.
 
-    On systems that cannot share it, the memory works and `description` is empty.
-
     Args: size_bytes: usable bytes; the token lies before them.
+
+    Raises: OSError: there is not so much, or the system cannot share it.
     """
 
     def __init__(self, size_bytes: int) -> None:
-        self._descriptor = -1
         size_bytes = TOKEN_BYTES + max(size_bytes, 1)
-        if hasattr(os, "memfd_create"):
-            self._descriptor = os.memfd_create(NAME)
-            os.ftruncate(self._descriptor, size_bytes)
+        if not hasattr(os, "memfd_create"):
+            raise OSError("this system has no memory without a name to share (memfd_create)")
+        self._descriptor = os.memfd_create(NAME)
+        os.ftruncate(self._descriptor, size_bytes)
         mapped = mmap.mmap(self._descriptor, size_bytes)
         super().__init__(mapped, mapped)
         self._token = secrets.token_hex(TOKEN_BYTES // 2)
@@ -81,8 +81,6 @@ class SharedSegment(Segment):
     @property
     def description(self) -> dict[str, Any]:
         """The arguments of `attach` in another process, as JSON values."""
-        if self._descriptor < 0:
-            return {}
         return {
             "pid": os.getpid(),
             "fd": self._descriptor,

@@ -12,43 +12,82 @@ again only after all other processes, but it wakes a sleeping process at once.""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import select
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.errors import CollectiveFailed, PeerLost
-from shoal.shm_backend.liveness import PeerLiveness
+from shoal.platform.processes import process_state
 from shoal.shm_backend.phase_board import PhaseBoard
 from shoal.watchdog.progress_writer import own_progress
+
+
+class PeerLiveness:
+    """The processes of other ranks. Any thread may call.
+
+    A pidfd becomes readable when its process has ended, however it ended, so one poll answers for
+    all processes without signals or heartbeats.
+
+    Args: pids: processes by rank. They are alive now.
+    """
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        self.pids = pids
+        self._poll = select.poll()
+        self._lock = threading.Lock()  # two threads cannot poll one object at the same time
+        self._ranks: dict[int, int] = {}
+        for rank, pid in pids.items():
+            # An old kernel has no pidfd: only the time-out of a call reveals a dead process then.
+            with contextlib.suppress(OSError, AttributeError):
+                descriptor = os.pidfd_open(pid)
+                self._ranks[descriptor] = rank
+                self._poll.register(descriptor, select.POLLIN)
+
+    def dead(self) -> list[int]:
+        """Return the ranks whose processes have ended."""
+        with self._lock:
+            return [self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)]
+
+    def first_ended(self, ranks: Sequence[int], limit_s: float) -> int | None:
+        """Wait up to `limit_s` for one of these processes to end; return its rank, None if none.
+
+        The connections of a process close a moment before the kernel reports its end.
+        """
+        end_s = time.monotonic() + limit_s
+        while True:
+            ended = [rank for rank in self.dead() if rank in ranks]
+            if ended or not ranks or time.monotonic() > end_s:
+                return next(iter(ended), None)
+            time.sleep(1e-3)
+
+    def state(self, rank: int) -> str:
+        """Return the state of a process as the end of a sentence, such as "is alive"."""
+        letter = process_state(self.pids[rank])
+        if letter is None:
+            return "has ended"
+        return {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "Z": "has ended"}.get(
+            letter, "is alive"
+        )
+
+    def close(self) -> None:
+        """Close the descriptors. No rank is reported dead afterwards."""
+        with self._lock:
+            for descriptor in self._ranks:
+                os.close(descriptor)
+            self._ranks.clear()
+            self._poll = select.poll()
+
 
 SPIN_S = 1e-3
 SHORT_SPIN_S = 50e-6
 HEALTH_EVERY_S = 20e-3
 
 Condition = Callable[[Any], bool]
-
-
-class AdaptiveSpin:
-    """The adaptive limit of spinning.
-
-    Args: max_s: the largest limit; 0 to never spin.
-
-    Attributes: limit_s: of the next spin.
-    """
-
-    def __init__(self, max_s: float) -> None:
-        self.limit_s = max_s
-        self._max_s = max_s
-        self._min_s = min(SHORT_SPIN_S, max_s)
-
-    def on_hit(self) -> None:
-        """Record that the condition became true during a spin."""
-        self.limit_s = min(2 * self.limit_s, self._max_s)
-
-    def on_miss(self) -> None:
-        """Record that a spin ended before the condition became true."""
-        self.limit_s = max(self.limit_s / 2, self._min_s)
 
 
 class Waiter:
@@ -59,6 +98,8 @@ class Waiter:
         peers: the processes of the other ranks.
         timeout_s: returns the group's present timeout in seconds, for each wait.
         spin_s: the longest spin before a sleep; 0 if there are more ranks than cores.
+
+    Attributes: spin_limit_s: of the next spin.
     """
 
     def __init__(
@@ -71,7 +112,7 @@ class Waiter:
         self.board = board
         self.peers = peers
         self.timeout_s = timeout_s
-        self.spins = AdaptiveSpin(spin_s)
+        self.spin_limit_s = self._longest_spin_s = spin_s
         self._leave_at_s = math.inf
         self._progress = own_progress()
 
@@ -118,12 +159,13 @@ class Waiter:
 
     def _spin(self, condition: Condition, phase: Any) -> bool:
         """Spin until the condition is true; return False at the limit."""
-        end_s = time.perf_counter() + self.spins.limit_s
+        longest_s = self._longest_spin_s
+        end_s = time.perf_counter() + self.spin_limit_s
         while not condition(phase):
             if time.perf_counter() > end_s:
-                self.spins.on_miss()
+                self.spin_limit_s = max(self.spin_limit_s / 2, min(SHORT_SPIN_S, longest_s))
                 return False
-        self.spins.on_hit()
+        self.spin_limit_s = min(2 * self.spin_limit_s, longest_s)
         return True
 
     def until_without_spinning(self, condition: Condition, phase: Any, opts: Any = None) -> None:

@@ -52,7 +52,7 @@ COLLECTIVES = (
     "all_to_all",
     "gloo",
 )
-"""The kinds of calls. `shoal.shm_backend.call` encodes their indices: the order must not change."""
+"""The kinds of calls. `phase_board` encodes their indices: the order must not change."""
 KINDS = (*COLLECTIVES, "send", "recv", "servers")
 """Collectives, then messages, and the values of parameter servers."""
 SEND, RECV, SERVERS = range(len(COLLECTIVES), len(KINDS))

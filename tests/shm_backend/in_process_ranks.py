@@ -5,8 +5,7 @@ from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
 
-from shoal.shm_backend.call import CallSignature
-from shoal.shm_backend.phase_board import SIZE_BYTES, PhaseBoard, Steps
+from shoal.shm_backend.phase_board import SIZE_BYTES, CallSignature, PhaseBoard, Steps
 from shoal.shm_backend.segment import SharedSegment, attach
 
 Program: TypeAlias = Sequence[tuple[CallSignature, Callable[[], Steps]]]

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from shoal.shm_backend.liveness import PeerLiveness
+from shoal.shm_backend.waiter import PeerLiveness
 
 
 def test_threads_may_ask_at_the_same_time() -> None:

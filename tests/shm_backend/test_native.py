@@ -20,10 +20,9 @@ from torch import Tensor
 
 from shoal.errors import CollectiveFailed
 from shoal.shm_backend import collectives, native
-from shoal.shm_backend.call import CallSignature
 from shoal.shm_backend.group import ShoalGroup
 from shoal.shm_backend.native import CODES, NativeCalls
-from shoal.shm_backend.phase_board import PhaseBoard, Steps
+from shoal.shm_backend.phase_board import CallSignature, PhaseBoard, Steps
 from shoal.testing import world
 
 pytestmark = pytest.mark.skipif(

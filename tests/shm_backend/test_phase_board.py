@@ -13,8 +13,14 @@ from torch import Tensor
 from shoal.errors import CollectiveFailed
 from shoal.platform.tensors import DTYPES
 from shoal.shm_backend import collectives, phase_board
-from shoal.shm_backend.call import OPERATIONS, CallSignature, decode
-from shoal.shm_backend.phase_board import SLOT_BYTES, PhaseBoard, Steps
+from shoal.shm_backend.phase_board import (
+    OPERATIONS,
+    SLOT_BYTES,
+    CallSignature,
+    PhaseBoard,
+    Steps,
+    decode,
+)
 from shoal.watchdog.progress_word import COLLECTIVES
 
 SMALL_SLOT_BYTES = 1 << 10

@@ -7,35 +7,28 @@ import pytest
 from in_process_ranks import meet
 
 from shoal.errors import PeerLost
-from shoal.shm_backend.call import CallSignature
-from shoal.shm_backend.liveness import PeerLiveness
-from shoal.shm_backend.waiter import HEALTH_EVERY_S, SHORT_SPIN_S, SPIN_S, AdaptiveSpin, Waiter
+from shoal.shm_backend.phase_board import CallSignature
+from shoal.shm_backend.waiter import HEALTH_EVERY_S, SHORT_SPIN_S, SPIN_S, PeerLiveness, Waiter
 
 
-def test_spins_grow_after_a_hit_and_shrink_after_a_miss() -> None:
-    spins = AdaptiveSpin(SPIN_S)
+@pytest.mark.parametrize(("longest_s", "shortest_s"), [(SPIN_S, SHORT_SPIN_S), (0.0, 0.0)])
+def test_spins_grow_after_a_hit_and_shrink_after_a_miss(
+    monkeypatch: pytest.MonkeyPatch, longest_s: float, shortest_s: float
+) -> None:
+    waiter = _WaitingRank(monkeypatch, ranks=2, spin_s=longest_s).waiter
     for _ in range(20):
-        spins.on_miss()
-    assert spins.limit_s == SHORT_SPIN_S
-    spins.on_hit()
-    assert spins.limit_s == 2 * SHORT_SPIN_S
+        waiter._spin(lambda _: False, 1)
+    assert waiter.spin_limit_s == shortest_s
     for _ in range(20):
-        spins.on_hit()
-    assert spins.limit_s == SPIN_S
-
-
-def test_nobody_spins_where_there_are_more_ranks_than_cores() -> None:
-    spins = AdaptiveSpin(0.0)
-    spins.on_hit()
-    spins.on_miss()
-    assert spins.limit_s == 0.0
+        waiter._spin(lambda _: True, 1)
+    assert waiter.spin_limit_s == longest_s
 
 
 def test_a_rank_spins_for_less_after_the_others_came_late(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = _WaitingRank(monkeypatch, ranks=2)
     waiting.while_asleep(lambda: waiting.ranks[1].publish())
     waiting.waiter.until(waiting.board.all_reached, 1)
-    assert waiting.waiter.spins.limit_s == SPIN_S / 2
+    assert waiting.waiter.spin_limit_s == SPIN_S / 2
 
 
 def test_ranks_that_come_one_by_one_cause_no_health_check(
@@ -68,7 +61,7 @@ def test_a_rank_that_gives_up_is_named_at_once(monkeypatch: pytest.MonkeyPatch) 
 class _WaitingRank:
     """The first of several ranks in one process, which waits. The test moves its clock."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int, spin_s: float = SPIN_S) -> None:
         self.ranks = meet(ranks)
         call = CallSignature("barrier")
         for board in self.ranks:
@@ -81,7 +74,7 @@ class _WaitingRank:
         monkeypatch.setattr("shoal.shm_backend.waiter.time.monotonic", lambda: self.now_s)
         monkeypatch.setattr(peers, "dead", self._dead)
         peers.close()
-        self.waiter = Waiter(self.board, peers, timeout_s=lambda: 60.0)
+        self.waiter = Waiter(self.board, peers, timeout_s=lambda: 60.0, spin_s=spin_s)
 
     def while_asleep(self, *events: Callable[[], object]) -> None:
         """Make one of `events` happen in each sleep."""

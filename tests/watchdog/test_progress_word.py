@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from shoal.shm_backend import call
+from shoal.shm_backend.phase_board import CallSignature
 from shoal.watchdog import progress_word
 from shoal.watchdog.progress_word import FIRST, RECV, WAITS, Phase, ProgressMemory, group_id
 from shoal.watchdog.progress_writer import ProgressWriter
@@ -27,7 +27,7 @@ def test_the_launcher_reads_what_each_rank_writes() -> None:
     assert memory.read(0) is None
     calls = writer.join_group("world", [0, 1])
     writer.set_stage(1)
-    calls.begin(3, call.CallSignature("all_reduce", length=1000, operation="sum").encoded)
+    calls.begin(3, CallSignature("all_reduce", length=1000, operation="sum").encoded)
     writer.begin_step(())
     found = memory.read(1)
     assert found is not None
