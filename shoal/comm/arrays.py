@@ -192,10 +192,10 @@ def _as_tensor(value: Any, call: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
         return copy, lambda tensor: tensor.to(device)
     if isinstance(value, np.ndarray):
         return _from_numpy(value, call)
-    cure = "Pass a torch tensor or a NumPy array; of a number, torch.tensor(number)."
-    if hasattr(value, "__dlpack__"):
-        cure = "Pass torch.from_dlpack(array), and turn what comes back into its array yourself."
-    raise UsageError(f"shoal.{call}: {type(value).__name__} is not supported. {cure}")
+    raise UsageError(
+        f"shoal.{call}: {type(value).__name__} is not supported. Pass a torch tensor or a NumPy "
+        "array; of a number, torch.tensor(number)."
+    )
 
 
 def _from_numpy(value: np.ndarray, call: str) -> tuple[Tensor, Callable[[Tensor], np.ndarray]]:

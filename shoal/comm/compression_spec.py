@@ -4,8 +4,6 @@ The command line checks specs with this file, so it must not import torch."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from shoal.errors import ConfigError, did_you_mean
 
 PLAIN = ("none", "bf16", "fp16", "onebit")
@@ -14,15 +12,8 @@ LARGEST_FRACTION = 0.5
 """Above this fraction, top-k sends more bytes than a gradient of float32 has."""
 
 
-class CompressionSpec(NamedTuple):
-    """A compression: one of PLAIN, topk with its fraction, or powersgd with its rank."""
-
-    name: str
-    number: float = 0.0
-
-
-def read(text: str, powersgd: bool = False) -> CompressionSpec:
-    """Parse `text`: none, bf16, fp16, onebit, topk=FRACTION or powersgd=RANK.
+def read(text: str, powersgd: bool = False) -> tuple[str, float]:
+    """Return name and number of `text`: none, bf16, fp16, onebit, topk=FRACTION or powersgd=RANK.
 
     Args: powersgd: True if the caller supports powersgd.
 
@@ -31,9 +22,9 @@ def read(text: str, powersgd: bool = False) -> CompressionSpec:
     """
     name, equals, value = text.partition("=")
     if name == "topk":
-        return CompressionSpec(name, _fraction(text, value))
+        return name, _fraction(text, value)
     if name == "powersgd" and powersgd:
-        return CompressionSpec(name, _rank(text, value))
+        return name, _rank(text, value)
     if name == "powersgd":
         problem = "its products are means over ranks, and a server sums the gradients of each alone"
         cure = f"servers take topk=FRACTION, {', '.join(PLAIN)}; ddp takes powersgd=RANK"
@@ -43,7 +34,7 @@ def read(text: str, powersgd: bool = False) -> CompressionSpec:
         raise ConfigError(f"compression '{text}' is not known; {hint}")
     if equals:
         raise ConfigError(f"compression '{text}': {name} takes no value; write '{name}'")
-    return CompressionSpec(name)
+    return name, 0.0
 
 
 def _fraction(text: str, value: str) -> float:

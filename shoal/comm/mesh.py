@@ -7,11 +7,10 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import sys
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -29,8 +28,8 @@ from shoal.trace.recorder import Recorder
 from shoal.watchdog.progress_writer import own_progress
 
 TIMEOUT = timedelta(minutes=30)
-SILENT_S, NAME_WAIT_S = 2.0, 60.0
-"""Seconds in which rank 0's machine may get an address, without a note and with one."""
+NAME_WAIT_S = 60.0
+"""Seconds in which the name of rank 0's machine may get an address here."""
 TIMEOUT_LIMITS = 20
 """The launcher's limit is ten times longer in a first step; twice that is left to it."""
 GPU_BACKENDS = "cpu:gloo,cuda:nccl"
@@ -39,14 +38,8 @@ Python, such as `shoal`, so it has Gloo for the CPU.
 """
 
 
-class Closeable(Protocol):
-    """An object that keeps a process group alive until it is closed."""
-
-    def close(self) -> None: ...
-
-
-# Weak references: an object that is gone needs no cleanup.
-_cleanups: WeakSet[Closeable] = WeakSet()
+# Objects that keep a process group alive until they are closed. One that is gone needs no cleanup.
+_cleanups: WeakSet[Any] = WeakSet()
 
 
 class Axes(NamedTuple):
@@ -165,7 +158,7 @@ def init_mesh(place: RankInfo, helpers: bool, degrees: ParallelDims) -> Mesh:
     return mesh.divided(degrees, helpers)
 
 
-def register_cleanup(holder: Closeable) -> None:
+def register_cleanup(holder: Any) -> None:
     """Close `holder` before the process group is closed, or with the process where none is."""
     _cleanups.add(holder)
 
@@ -215,20 +208,6 @@ def _check_own_group(place: RankInfo) -> None:
         )
 
 
-def _wait_for_address(place: RankInfo) -> None:
-    """Return when rank 0's machine has an address here. Raises: OSError: it gets none in time."""
-    assert place.master_address is not None
-    try:
-        wait_for_address(place.master_address, SILENT_S)
-    except OSError:
-        if place.local_rank == 0:
-            text = (
-                f"note: waits for an address of {place.master_address}, {NAME_WAIT_S:.0f} s at most"
-            )
-            print(text, file=sys.stderr, flush=True)
-        wait_for_address(place.master_address, NAME_WAIT_S)
-
-
 def join_world(place: RankInfo, backend: str, timeout: timedelta) -> None:
     """Make the default process group. Collective.
 
@@ -244,7 +223,7 @@ def join_world(place: RankInfo, backend: str, timeout: timedelta) -> None:
         store.set_timeout(timeout)
     elif place.master_address is not None:
         try:
-            _wait_for_address(place)
+            wait_for_address(place.master_address, NAME_WAIT_S)
         except OSError as error:
             raise EnvironmentConflict(
                 f"this machine knows no address of {place.master_address}, where rank 0 is to be "

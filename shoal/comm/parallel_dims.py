@@ -58,8 +58,10 @@ def problems(degrees: ParallelDims, world: int, local_world: int | None = None) 
     product = degrees.pipeline * degrees.tensor
     if world % product:
         sizes = " x ".join(f"{name}={size}" for name, size in _named_sizes(degrees) if size > 1)
-        hint = _hint(degrees, world)
-        return [f"{sizes} needs a multiple of {product} ranks; there are {world}. {hint}"]
+        fewer = world // product * product
+        start = f"{f'{fewer} or ' if fewer else ''}{fewer + product}"
+        fact = f"{sizes} needs a multiple of {product} ranks; there are {world}"
+        return [f"{fact}. Start {start} ranks, or choose sizes that divide {world}."]
     if local_world is not None and local_world % degrees.tensor:
         sentences.append(
             f"tensor={degrees.tensor}: tensor groups lie inside one machine, and one has "
@@ -72,27 +74,6 @@ def problems(degrees: ParallelDims, world: int, local_world: int | None = None) 
             f"ranks do not make whole groups. Use a divisor of {data}."
         )
     return sentences
-
-
-def _hint(degrees: ParallelDims, world: int) -> str:
-    """Return a sentence with sizes that the world can have, of the pipeline if possible.
-
-    A model that is cut among T ranks can be cut among a divisor of T; other numbers it may refuse.
-    """
-    pipeline, tensor = degrees.pipeline, degrees.tensor
-    for name, size, other in (("pipeline", pipeline, tensor), ("tensor", tensor, pipeline)):
-        if size == 1 or world % other:
-            continue
-        ranks = world // other
-        sizes = (n for n in range(2, ranks + 1) if name == "pipeline" or size % n == 0)
-        fitting = [f"{name}={n}" for n in sizes if ranks % n == 0]
-        if len(fitting) == 1:
-            return f"Try {fitting[0]}."
-        if fitting:
-            return f"Try {', '.join(fitting[:-1])} or {fitting[-1]}."
-    product = pipeline * tensor
-    fewer = world // product * product
-    return f"Start {f'{fewer} or ' if fewer else ''}{fewer + product} ranks."
 
 
 def _named_sizes(degrees: ParallelDims) -> list[tuple[str, int]]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,18 +26,6 @@ from torch import Tensor
 from shoal.comm.axis import Axis
 from shoal.comm.equal_chunks import all_gather
 from shoal.errors import UsageError
-
-
-class _RowsOfRanks(NamedTuple):
-    """Rows of each rank of an axis, and where those of this rank begin."""
-
-    axis: Axis
-    rows_per_rank: tuple[int, ...]
-
-    @property
-    def own(self) -> slice:
-        start = sum(self.rows_per_rank[: self.axis.rank])
-        return slice(start, start + self.rows_per_rank[self.axis.rank])
 
 
 def gather_rows(x: Tensor, axis: Axis, rows_per_rank: Sequence[int] | None = None) -> Tensor:
@@ -59,7 +47,7 @@ def gather_rows(x: Tensor, axis: Axis, rows_per_rank: Sequence[int] | None = Non
         rows_per_rank = count_rows(x, axis)
     # A tensor in slices (tensor parallelism) becomes whole by a function that knows no slices.
     x = x.narrow(0, 0, len(x))
-    gathered: Tensor = _GatherRows.apply(x, _RowsOfRanks(axis, tuple(rows_per_rank)))
+    gathered: Tensor = _GatherRows.apply(x, axis, tuple(rows_per_rank))
     return gathered
 
 
@@ -110,9 +98,8 @@ def is_of_all_ranks(node: Any) -> bool:
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, placement: _RowsOfRanks) -> Tensor:
-        ctx.placement = placement
-        rows, axis = placement.rows_per_rank, placement.axis
+    def forward(ctx: Any, x: Tensor, axis: Axis, rows: tuple[int, ...]) -> Tensor:
+        ctx.axis, ctx.rows = axis, rows
         # Bits of a bool are sent as bytes: not every backend sends bools.
         sent = x.detach().view(torch.uint8) if x.dtype is torch.bool else x.detach()
         longest = max(rows)
@@ -135,7 +122,8 @@ class _GatherRows(torch.autograd.Function):
                 "weights. Gather the rows after that gradient is taken, or use one rank."
             )
         total = gradient.clone(memory_format=torch.contiguous_format)
-        return ctx.placement.axis.all_reduce(total)[ctx.placement.own], None
+        start = sum(ctx.rows[: ctx.axis.rank])
+        return ctx.axis.all_reduce(total)[start : start + ctx.rows[ctx.axis.rank]], None, None
 
 
 class _SumOverRanks(torch.autograd.Function):

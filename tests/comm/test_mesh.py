@@ -97,7 +97,7 @@ def round_the_machines() -> None:
 
 def test_ranks_that_cannot_stand_so_are_refused() -> None:
     with pytest.raises(
-        LaunchError, match=r"needs a multiple of 6 ranks; there are 4. Try pipeline=2."
+        LaunchError, match=r"needs a multiple of 6 ranks; there are 4. Start 6 ranks"
     ):
         world.run(4, wrong_world)
     with pytest.raises(LaunchError, match="ranks go round the machines"):
@@ -115,7 +115,6 @@ def test_a_group_beside_training_is_of_the_line() -> None:
 
 
 def test_a_name_of_rank_0_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh, "SILENT_S", 0)
     monkeypatch.setattr(mesh, "NAME_WAIT_S", 0)
     place = RankInfo(1, 2, 0, 1, "slurm", "n1.invalid", 29500, "")
     with pytest.raises(EnvironmentConflict, match=r"no address of n1\.invalid.*Set MASTER_ADDR"):
@@ -127,7 +126,7 @@ def test_ranks_on_several_machines_meet_on_the_route_to_rank_0(
     monkeypatch: pytest.MonkeyPatch, on_this_machine: int, expected: str | None
 ) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(mesh, "_wait_for_address", lambda place: None)
+    monkeypatch.setattr(mesh, "wait_for_address", lambda *_: None)
     monkeypatch.setattr(mesh, "route_interface", lambda name: {"n1": "eth1"}[name])
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     for name in ("MASTER_ADDR", "MASTER_PORT"):

@@ -16,23 +16,23 @@ def test_tensor_groups_are_neighbours_and_pipelines_reach_the_farthest() -> None
         (
             ParallelDims(tensor=2, pipeline=3),
             8,
-            "tensor=2 x pipeline=3 needs a multiple of 6 ranks; there are 8. Try pipeline=2 or "
-            "pipeline=4.",
+            "tensor=2 x pipeline=3 needs a multiple of 6 ranks; there are 8. Start 6 or 12 "
+            "ranks, or choose sizes that divide 8.",
         ),
         (
             ParallelDims(tensor=3),
             8,
-            "tensor=3 needs a multiple of 3 ranks; there are 8. Start 6 or 9 ranks.",
+            "tensor=3 needs a multiple of 3 ranks; there are 8. Start 6 or 9 ranks",
         ),
         (
             ParallelDims(tensor=4),
             6,
-            "tensor=4 needs a multiple of 4 ranks; there are 6. Try tensor=2.",
+            "tensor=4 needs a multiple of 4 ranks; there are 6. Start 4 or 8 ranks",
         ),
         (
             ParallelDims(tensor=4),
             3,
-            "tensor=4 needs a multiple of 4 ranks; there are 3. Start 4 ranks.",
+            "tensor=4 needs a multiple of 4 ranks; there are 3. Start 4 ranks",
         ),
         (
             ParallelDims(tensor=3, pipeline=2),
