@@ -26,7 +26,7 @@ from pathlib import Path
 import shoal
 from shoal.launch.hosts.host_facts import FactsRequest
 from shoal.launch.hosts.hosts_job import HostsJob, HostsOptions
-from shoal.launch.hosts.ssh_hosts import SshHost
+from shoal.launch.hosts.ssh_client import SshHost
 from shoal.launch.restarting import Work
 
 SOURCES = Path(shoal.__file__).parents[1]

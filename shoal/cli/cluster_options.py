@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import argument_types, execution
+from shoal.cli import argument_types
 from shoal.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
+    from shoal.launch.batch_script import ClusterWork
     from shoal.launch.hosts.hosts_job import HostsOptions
-    from shoal.launch.slurm.batch_script import ClusterWork
     from shoal.strategies import StrategyLine
 
 REQUEUES = 20
@@ -28,6 +27,11 @@ NUMBERS = {
     "requeues": (0, "how often a job that was stopped and has saved goes on (default: 20)"),
 }
 """Options with a whole number: the smallest, and the help."""
+HOSTS = {
+    "hosts": ("LIST", "hosts and their ranks: a:2,user@b:2"),
+    "server-hosts": ("LIST", "hosts of the servers alone: c,d (default: servers beside ranks)"),
+    "address": ("IP", "of the first host, for the rendezvous (default: one that all reach)"),
+}
 VALUES = {
     "time": ("LIMIT", "minutes, MM:SS, HH:MM:SS or D-HH:MM:SS; ranks save before it"),
     "partition": ("NAME", "where the job runs"),
@@ -47,22 +51,14 @@ NAMES = tuple(f"--{name}" for name in (*OF_HOSTS, *NUMBERS, *VALUES, MORE, *FLAG
 def host_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of hosts that are reached by ssh."""
     group = parser.add_argument_group("several hosts, by ssh")
-    group.add_argument("--hosts", metavar="LIST", help="hosts and their ranks: a:2,user@b:2")
-    group.add_argument(
-        "--server-hosts",
-        metavar="LIST",
-        help="hosts of the parameter servers alone: c,d (default: the servers are beside ranks)",
-    )
+    for name, (metavar, help) in HOSTS.items():
+        group.add_argument(f"--{name}", metavar=metavar, help=help)
     group.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
         help="variable to carry to all hosts; may be repeated",
-    )
-    group.add_argument(
-        "--address",
-        help="address of the first host for the rendezvous (default: one that all hosts reach)",
     )
     group.add_argument(
         "--min-hosts",
@@ -111,63 +107,45 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
     Raises:
         UsageError: something is wrong, in any part; nothing was submitted.
     """
-    from shoal.launch.slurm import batch_script
+    from shoal.launch import batch_script
+    from shoal.launch.environment import own_place
 
-    info = execution.rank_info(None)
+    info = own_place()
     if info.world > 1:
         raise UsageError(
             f"a job is submitted once, but here it is one of {info.world}: {info.reason}"
         )
     problems = []
-    if options.processes is not None:
+    if given := _given(options, ("processes", "hang-limit", "hosts", *OF_HOSTS)):
         problems.append(
-            f"-n {options.processes}: it counts processes of this machine. With --slurm give "
-            "--nodes and --ntasks-per-node"
+            f"{', '.join(given)}: not with --slurm, for which srun starts the ranks. Give --nodes, "
+            "--ntasks-per-node and --time"
         )
-    if options.hosts is not None or options.server_hosts is not None:
-        problems.append("--hosts and --server-hosts are for ssh. With --slurm give --nodes instead")
-    if given := _given(options, OF_HOSTS[:3]):
-        problems.append(f"{', '.join(given)}: for hosts that are reached by ssh. Leave it out")
-    nodes, ranks_per_node = options.nodes or 1, options.ntasks_per_node or 1
-    if options.hang_limit is not None:
-        problems.append(
-            "--hang-limit: ranks that srun starts are not watched. Give --time, or SLURM_WAIT "
-            "in docs/clusters.md"
-        )
+    options.nodes, options.ntasks_per_node = options.nodes or 1, options.ntasks_per_node or 1
+    options.requeues = REQUEUES if options.requeues is None else options.requeues
     work = None
     try:
-        work = make_work(nodes * ranks_per_node, problems)
+        work = make_work(options.nodes * options.ntasks_per_node, problems)
     except ConfigError as error:
         problems += error.problems
     except UsageError as error:
         problems.append(str(error))
-    settings = batch_script.SlurmOptions(
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        time=options.time,
-        partition=options.partition,
-        name=batch_script.default_name(work.name if work else ""),
-        more=tuple(options.sbatch_option),
-        requeues=REQUEUES if options.requeues is None else options.requeues,
-    )
-    problems += settings.problems()
+    problems += batch_script.problems(options)
     if not options.dry_run:
-        problems += batch_script.missing(settings)
+        problems += batch_script.missing(options)
     if problems or work is None:
         raise UsageError("\n  ".join(problems))
     command = batch_script.remark(["shoal", *options.words])
     python = options.python or sys.executable
-    script = batch_script.render(settings, work, python, os.getcwd(), command)
+    script = batch_script.render(options, work, python, os.getcwd(), command)
     if options.dry_run:
         print(script, end="")
         return 0
     job = batch_script.submit(script)
-    log = batch_script.log_name(settings, job)
-    if shutil.which(python) is None:
-        print(f"shoal: note: --python {python}: there is no such program here; the nodes need it")
+    log = f"{work.name}-{job}.out"
     told = f"its log: tail -F {log}; its state: squeue -j {job}; its end: scancel {job}"
     print(f"shoal: job {job} is submitted; {told}")
-    if (notice_s := settings.notice_s()) < batch_script.NOTICE_S:
+    if (notice_s := batch_script.notice_s(options.time)) < batch_script.NOTICE_S:
         print(
             f"shoal: note: --time {options.time} is short: the ranks are told to save {notice_s} s "
             "before its end, by Slurm up to a minute earlier; what is not saved by then is lost"
@@ -229,7 +207,7 @@ def hosts_of(options: argparse.Namespace) -> HostsOptions | None:
             raise UsageError(f"{given[0]} is about several hosts. Name them by --hosts")
         return None
     from shoal.launch.hosts.hosts_job import HostsOptions
-    from shoal.launch.hosts.ssh_hosts import parse_hosts, parse_server_hosts
+    from shoal.launch.hosts.ssh_client import parse_hosts, parse_server_hosts
 
     hosts = parse_hosts(options.hosts)
     if options.server_hosts is not None:
@@ -253,35 +231,26 @@ def check_servers(hosts: HostsOptions, line: StrategyLine | None) -> None:
     if not named:
         return
     listed = f"--server-hosts {','.join(map(str, named))}"
-    if line is None:
+    options = [spec.options for spec in (line.specs if line else ())]
+    servers = sum(each.servers for each in options if isinstance(each, ServerOptions))
+    if servers < len(named):
         raise UsageError(
-            f"{listed}: only the script knows its strategy. Say it too: "
-            f"--strategy server={len(named)}"
-        )
-    chosen = [spec.options for spec in line.specs if isinstance(spec.options, ServerOptions)]
-    if not chosen:
-        raise UsageError(
-            f"{listed}: strategy {line} has no parameter servers. Use --strategy "
-            f"server={len(named)}, or leave --server-hosts out"
-        )
-    if chosen[0].servers < len(named):
-        raise UsageError(
-            f"{listed}: server={chosen[0].servers} leaves hosts without a server. Use "
-            f"server={len(named)} or more, or name fewer hosts"
+            f"{listed}: the command names {servers} parameter servers, fewer than hosts for them. "
+            f"Use --strategy server={len(named)} or more, or name fewer hosts"
         )
 
 
 def _check_numbers(processes: int | None, found: HostsOptions) -> None:
     """Raise UsageError if -n or --min-hosts does not go with the hosts."""
+    with_ranks = [host for host in found.hosts if host.count]
     if processes is not None and processes != found.processes:
         raise UsageError(
             f"-n {processes}: the hosts have {found.processes} ranks "
-            f"({', '.join(map(str, found.with_ranks))}; 1 where the list says no number). "
+            f"({', '.join(map(str, with_ranks))}; 1 where the list says no number). "
             "Leave -n out."
         )
-    hosts = len(found.with_ranks)
-    if found.min_hosts is not None and found.min_hosts > hosts:
-        raise UsageError(f"--min-hosts {found.min_hosts}: there are {hosts} hosts")
+    if (found.min_hosts or 0) > len(with_ranks):
+        raise UsageError(f"--min-hosts {found.min_hosts}: there are {len(with_ranks)} hosts")
 
 
 def _variable(text: str) -> tuple[str, str]:

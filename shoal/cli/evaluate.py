@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli import answers, argument_types, execution
+from shoal.cli import answers, argument_types
 from shoal.config.job import is_path
 from shoal.errors import UsageError, raise_problems
 
@@ -44,18 +44,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from shoal.launch.environment import own_place
     from shoal.train import entry
 
-    info = execution.rank_info(options.processes)
+    info = own_place(options.processes)
     world = options.processes or info.world
     arguments = _arguments(options, world)
     if info.world > 1 or world == 1:
         entry.evaluate(*arguments)
         return 0
-    from shoal.launch.restarting import LocalJob, RestartingRun, Work
+    from shoal.launch.restarting import RestartingRun, Work
 
     work = Work("shoal.train.entry:evaluate", arguments, preload=entry.PRELOAD)
-    code = RestartingRun(LocalJob(work), world).run()
+    code = RestartingRun(work, world).run()
     if code and options.json:
         answers.show_error("eval", True, f"a rank has ended with exit code {code}; stderr says why")
     return code

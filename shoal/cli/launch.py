@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from shoal.cli import (
     argument_types,
     cluster_options,
-    execution,
     job_options,
 )
 from shoal.config import builtin_names, trace_window
@@ -27,7 +26,7 @@ from shoal.errors import UsageError
 from shoal.watchdog import hang_limit
 
 if TYPE_CHECKING:
-    from shoal.launch.slurm.batch_script import ClusterWork
+    from shoal.launch.batch_script import ClusterWork
     from shoal.strategies import StrategyLine
 
 HELP = "run your own script on several processes"
@@ -87,11 +86,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from shoal.launch.environment import own_place
+
     for note in flags_behind_script(options):
         print(f"note: {note}", file=sys.stderr)
     if cluster_options.is_asked(options):
         return cluster_options.submit(options, partial(_cluster_work, options))
-    info = execution.rank_info(None)
+    info = own_place()
     if info.world > 1:
         raise UsageError(
             f"`shoal launch` starts ranks itself, but here it is one of {info.world}: "
@@ -116,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("\n  ".join(problems))
     environment = _environment(options, line)
     from shoal.launch import preload
-    from shoal.launch.restarting import LocalJob, RestartingRun, Work
+    from shoal.launch.restarting import RestartingRun, Work
 
     work = Work(
         target=f"shoal.launch.rank:{'module' if script.module else 'script'}",
@@ -127,12 +128,12 @@ def run(options: argparse.Namespace) -> int:
         torch_store=True,
     )
     if hosts is None:
-        return RestartingRun(LocalJob(work), options.processes).run()
-    from shoal.launch.hosts.host_facts import FactsRequest, working_directory
+        return RestartingRun(work, options.processes).run()
+    from shoal.launch.hosts.host_facts import FactsRequest
     from shoal.launch.hosts.hosts_job import run_on_hosts
 
     cluster_options.check_servers(hosts, line)
-    request = FactsRequest(working_directory(), script=script.file)
+    request = FactsRequest(os.getcwd(), script=script.file)
     return run_on_hosts(hosts, work, request)
 
 
@@ -159,7 +160,7 @@ def _choose(options: argparse.Namespace, script: Script) -> str:
 
 
 def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:
-    from shoal.launch.slurm.batch_script import ClusterWork
+    from shoal.launch.batch_script import ClusterWork, default_name
 
     script = Script.of(options)
     problems += script.problems
@@ -167,7 +168,7 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
     problems += _problems(options, line, ranks)
     servers = cluster_options.server_variables(options, line, problems)
     return ClusterWork(
-        name=options.script.stem,
+        name=default_name(options.script.stem),
         words=(*(("-m", script.module) if script.module else (script.file,)), *options.arguments),
         environment=_environment(options, line) | servers,
         output=options.show_output,

@@ -24,7 +24,6 @@ from shoal.cli import (
     answers,
     argument_types,
     cluster_options,
-    execution,
     job_options,
 )
 from shoal.errors import ShoalError, UsageError, headline_of, raise_problems
@@ -36,8 +35,8 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 if TYPE_CHECKING:
     from shoal.config import Settings
     from shoal.config.job import Job
+    from shoal.launch.batch_script import ClusterWork
     from shoal.launch.rank_info import RankInfo
-    from shoal.launch.slurm.batch_script import ClusterWork
     from shoal.strategies import StrategyLine
 
 HELP = "train an experiment; the same command again resumes it"
@@ -77,12 +76,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from shoal.launch.environment import own_place
+
     if cluster_options.is_asked(options):
         if options.json:
             raise UsageError("--json: a job is only submitted here, without results. Leave it out")
         return cluster_options.submit(options, partial(_cluster_work, options))
     with answers.only_json() if options.json else nullcontext():
-        info = execution.rank_info(options.processes)
+        info = own_place(options.processes)
         job, start = _prepared(options, info)
         code, error = _code_of(start, options.json)
         if code == EXIT_INTERRUPTED and info.rank == 0:
@@ -213,7 +214,7 @@ def _problems(
 
 
 def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:
-    from shoal.launch.slurm.batch_script import ClusterWork
+    from shoal.launch.batch_script import ClusterWork, default_name
     from shoal.train.run_directory import check_usable
 
     if ("strategy", job_options.AUTO) in options.settings:
@@ -227,7 +228,7 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
     check_usable(settings.job)
     words = cluster_options.without(options.words, ["--restarts"])
     return ClusterWork(
-        name=settings.job.name,
+        name=default_name(settings.job.name),
         words=("-m", "shoal", *words),
         environment=environment,
         output=None,

@@ -120,10 +120,10 @@ def check_ranks() -> int:
 
     Returns: the exit code of the ranks, as of `RestartingRun.run`.
     """
-    from shoal.launch.restarting import LocalJob, RestartingRun, Work
+    from shoal.launch.restarting import RestartingRun, Work
 
     work = Work("shoal.doctor.machine_info:add_up", (), torch_store=True)
-    return RestartingRun(LocalJob(work), 2).run()
+    return RestartingRun(work, 2).run()
 
 
 def add_up() -> None:

@@ -43,36 +43,21 @@ def short_name(path: Path) -> Iterator[str]:
         os.close(directory)
 
 
-class ControlConnection:
-    """The connection of one command: one line from the command, then any number of lines to it."""
+def send(connection: socket.socket, **message: Any) -> None:
+    """Send one line to a command. One that has closed the connection gets none."""
+    with suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        connection.settimeout(READ_S)
 
-    def read(self) -> dict[str, Any]:
-        """Return the request.
-
-        Raises:
-            OSError: it does not come within READ_S.
-            ValueError: the command has closed the connection, or its line is no JSON object.
-        """
-        with self._connection.makefile("rb") as lines:
-            line = lines.readline(MAX_LINE_BYTES)
-        if not line.endswith(b"\n"):
-            raise ValueError("no line of JSON")
-        request = json.loads(line)
-        if not isinstance(request, dict):
-            raise ValueError("no JSON object")
-        return request
-
-    def send(self, **message: Any) -> None:
-        """Send one line. A command that has closed the connection gets none."""
-        with suppress(OSError):
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def close(self) -> None:
-        self._connection.close()
+def _request_of(connection: socket.socket) -> dict[str, Any]:
+    """Return the request of a command. Raises OSError after READ_S, ValueError for another text."""
+    connection.settimeout(READ_S)
+    with connection.makefile("rb") as lines:
+        line = lines.readline(MAX_LINE_BYTES)
+    request = json.loads(line) if line.endswith(b"\n") else None
+    if not isinstance(request, dict):
+        raise ValueError("no line with a JSON object")
+    return request
 
 
 class ControlServer:
@@ -106,17 +91,14 @@ class ControlServer:
         """Return True before `open` has succeeded or failed."""
         return self._listener is None and not self._problem
 
-    @property
-    def is_due(self) -> bool:
-        """Return True if `open` should be called now: the run has claimed its directory."""
-        return self.is_pending and self.marker.exists()
-
     def open(self) -> str:
-        """Start to listen.
+        """Start to listen, once the run has claimed its directory.
 
         Returns:
             Why no command can connect; empty on success. The run continues in both cases.
         """
+        if not (self.is_pending and self.marker.exists()):
+            return ""
         listener = socket.socket(socket.AF_UNIX)
         try:
             self._inode = self._bind(listener)
@@ -132,30 +114,26 @@ class ControlServer:
         """Return the objects to wait for."""
         return [] if self._listener is None else [self._listener]
 
-    def accept_requests(self) -> list[tuple[ControlConnection, dict[str, Any]]]:
+    def accept_requests(self) -> list[tuple[socket.socket, dict[str, Any]]]:
         """Return the requests that have arrived, each with its connection.
 
         The caller of this function answers on the connection and closes it.
         """
-        requests: list[tuple[ControlConnection, dict[str, Any]]] = []
+        requests: list[tuple[socket.socket, dict[str, Any]]] = []
         while self._listener is not None:
             try:
-                caller = ControlConnection(self._listener.accept()[0])
+                caller = self._listener.accept()[0]
             except BlockingIOError:
                 break
             try:
-                requests.append((caller, caller.read()))
+                requests.append((caller, _request_of(caller)))
             except (OSError, ValueError, RecursionError) as error:
-                caller.send(refused=f"this is no request: {error}")
+                send(caller, refused=f"this is no request: {error}")
                 caller.close()
         return requests
 
     def _bind(self, listener: socket.socket) -> int:
-        """Bind the socket and listen. Return its inode.
-
-        The socket is bound under another name first. Once it has its own name, every connect is
-        answered.
-        """
+        """Bind the socket and listen. Return its inode."""
         if os.path.lexists(self.path):
             if not self.path.is_socket():
                 raise OSError(f"{self.path} is in the way")
@@ -164,17 +142,15 @@ class ControlServer:
                 with short_name(self.path) as name:
                     probe.connect(name)
                 raise OSError("another launcher listens there")
-        temporary = self.path.with_name(f"{NAME}.new")
-        temporary.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
         previous_mask = os.umask(0o177)
         try:
-            with short_name(temporary) as name:
+            with short_name(self.path) as name:
                 listener.bind(name)
         finally:
             os.umask(previous_mask)
         listener.listen(MAX_WAITING)
         listener.setblocking(False)
-        temporary.replace(self.path)
         return self.path.lstat().st_ino
 
 

@@ -14,18 +14,20 @@ launcher first, and the first one that is present decides:
 
 SHOAL_LAUNCHER=single, torchrun, mpi, slurm or environment replaces the order: only that launcher is
 asked. docs/launchers.md has the variables of each, where ranks meet, and what is refused.
+
+Slurm has two compressed notations: lists of hosts and lists of counts.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from shoal.errors import EnvironmentConflict, did_you_mean
 from shoal.launch.private_memory import STORE
 from shoal.launch.rank_info import LOOPBACK, Launcher, RankInfo, Variables, rendezvous_address
-from shoal.launch.slurm.variables import is_in_step, mpirun_is_here, slurm, step_tasks
 
 __all__ = ["RankInfo", "own_place", "read"]
 
@@ -34,23 +36,25 @@ SERVER_HOSTS = "SHOAL_SERVER_HOSTS"
 """Variable with the number of hosts that have parameter servers and no rank."""
 RANK_PROCESS = "SHOAL_RANK_PROCESS"
 """Variable that a rank sets to its process id and its place, for the programs that it starts."""
+# Slurm gives step ids from here on to batch scripts, interactive shells and the like.
+FIRST_SPECIAL_STEP = 0xFFFF_FF00
+# The interactive step of an salloc has the SLURM_NTASKS of its job: ask for the step's first.
+STEP_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
-def read(environ: Mapping[str, str], parent_pid: int | None = None) -> RankInfo:
+def read(environ: Mapping[str, str]) -> RankInfo:
     """Return this process's place in its world.
 
     `shoal train -n N` under another launcher adds SHOAL_EXPECTED_WORLD=N to the variables.
 
     Args:
         environ: usually os.environ.
-        parent_pid: process id of the parent; None takes this process's. With Hydra on one machine
-            it gives the port of the rendezvous, for Hydra sets no id of the job: all ranks on a
-            machine are children of one daemon.
 
     Raises:
         EnvironmentConflict: the variables contradict each other. The message has all problems.
     """
-    variables = Variables(environ, os.getppid() if parent_pid is None else parent_pid)
+    variables = Variables(environ)
     requested = variables.text("SHOAL_LAUNCHER")
     if requested is not None and requested not in READERS:
         raise EnvironmentConflict(
@@ -70,24 +74,27 @@ def read(environ: Mapping[str, str], parent_pid: int | None = None) -> RankInfo:
     return info
 
 
-def own_place() -> RankInfo:
+def own_place(processes: int | None = None) -> RankInfo:
     """Return the place of this process by its variables, and take it.
 
     A program that a rank starts inherits the rank's variables and not its place, which is taken:
     it is a world of one.
 
+    Args: processes: the value of -n, which the world of another launcher must have.
+
     Raises: EnvironmentConflict: as `read`.
     """
     info = read(os.environ)
-    if info.world == 1:
+    if info.world > 1:
+        place = f"{info.rank}@{info.master_address}:{info.master_port},{info.store}"
+        process, _, taken = os.environ.get(RANK_PROCESS, "").partition(" ")
+        if taken == place and process != str(os.getpid()):
+            reason = f"{STARTED_BY_RANK} {info.rank} of {info.world}, and no rank of its world"
+            return RankInfo(0, 1, 0, 1, "single", None, None, reason)
+        os.environ[RANK_PROCESS] = f"{os.getpid()} {place}"
+    if processes is None or info.launcher == "single":
         return info
-    place = f"{info.rank}@{info.master_address}:{info.master_port},{info.store}"
-    process, _, taken = os.environ.get(RANK_PROCESS, "").partition(" ")
-    if taken == place and process != str(os.getpid()):
-        reason = f"{STARTED_BY_RANK} {info.rank} of {info.world}, and no rank of its world"
-        return RankInfo(0, 1, 0, 1, "single", None, None, reason)
-    os.environ[RANK_PROCESS] = f"{os.getpid()} {place}"
-    return info
+    return read({**os.environ, "SHOAL_EXPECTED_WORLD": str(processes)})
 
 
 def is_place_taken() -> bool:
@@ -97,7 +104,7 @@ def is_place_taken() -> bool:
 
 def _innermost(variables: Variables) -> RankInfo:
     """Return the rank info that the innermost launcher defines."""
-    info = from_torchrun(variables) or from_mpi(variables) or slurm(variables)
+    info = from_torchrun(variables) or from_mpi(variables) or from_slurm(variables)
     if info is None:
         info = from_rank_variables(variables)
         if info is None and variables.has("TF_CONFIG"):
@@ -236,7 +243,7 @@ def from_mpi(variables: Variables) -> RankInfo | None:
     if local_world == world:
         host = LOOPBACK
         # Hydra has no id of the job. All ranks on one machine are children of one daemon, though.
-        job = job or f"child of {variables.parent_pid}"
+        job = job or f"child of {os.getppid()}"
     elif not variables.has("MASTER_ADDR"):
         variables.problems.append(
             f"MASTER_ADDR is missing, and only {local_world} of {world} ranks are on this machine. "
@@ -250,6 +257,134 @@ def from_mpi(variables: Variables) -> RankInfo | None:
 def mpi_tasks(variables: Variables) -> int | None:
     """Return the number of ranks that mpirun started; None where mpirun is not involved."""
     return variables.number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def from_slurm(variables: Variables) -> RankInfo | None:
+    """Read the variables of a Slurm step, which srun has started."""
+    if not is_in_step(variables):
+        return None
+    world = variables.required_number(*STEP_TASKS)
+    step_id = variables.text("SLURM_STEP_ID")
+    name = f"step {step_id} of Slurm job {variables.text('SLURM_JOB_ID', 'SLURM_JOBID')}"
+    if world == 1:
+        return RankInfo(0, 1, 0, 1, "slurm", None, None, name)
+    rank = variables.required_number("SLURM_PROCID")
+    local_rank = variables.required_number("SLURM_LOCALID")
+    local_world = _local_tasks(variables, world)
+    if not variables.problems:  # after a problem the numbers may be placeholders
+        _check_step(variables, world, local_world)
+    host = LOOPBACK if local_world == world else _host_of_rank_0(variables)
+    address, port = rendezvous_address(variables, host, name)
+    return RankInfo(rank, world, local_rank, local_world, "slurm", address, port, name)
+
+
+def _local_tasks(variables: Variables, world: int) -> int:
+    """Return the number of the step's tasks on this machine; `world` after a problem."""
+    tasks = variables.required("SLURM_STEP_TASKS_PER_NODE", counts)
+    if not tasks:
+        return world
+    node = variables.required_number("SLURM_NODEID") if len(tasks) > 1 else 0
+    if sum(tasks) == world and node < len(tasks):
+        return tasks[node]
+    given = f"SLURM_STEP_TASKS_PER_NODE={variables.text('SLURM_STEP_TASKS_PER_NODE')}"
+    variables.problems.append(
+        f"{given} does not fit a step of {world} tasks and SLURM_NODEID={node}."
+    )
+    return world
+
+
+def _check_step(variables: Variables, world: int, local_world: int) -> None:
+    """Add a problem where the SLURM_STEP_ variables describe another step.
+
+    An sbatch that is called inside a step passes that step's SLURM_STEP_ variables on to its
+    script, where they are wrong. Slurm sets SLURM_NTASKS and SLURM_GTIDS (the ranks on this
+    machine) anew for every script and every step, so these two reveal it.
+    """
+    tasks = variables.number("SLURM_NTASKS")
+    local_ranks = variables.text("SLURM_GTIDS")
+    same_world = tasks in (None, world)
+    if same_world and (local_ranks is None or len(local_ranks.split(",")) == local_world):
+        return
+    variables.problems.append(
+        f"The SLURM_STEP_ variables tell of {world} tasks, {local_world} of them here, but "
+        f"SLURM_NTASKS={tasks} and SLURM_GTIDS={local_ranks} of others: they were left over from "
+        "the step in which this job was submitted. "
+        "Put `unset SLURM_STEP_ID SLURM_STEPID` at the top of the job's script."
+    )
+
+
+def _host_of_rank_0(variables: Variables) -> str | None:
+    """Return the first host of the step.
+
+    Slurm sorts lists of hosts. Where the tasks have another order, the list does not say which
+    host has rank 0, so MASTER_ADDR is needed.
+    """
+    is_unsorted = variables.text("SLURM_DISTRIBUTION") == "arbitrary"
+    is_unsorted = is_unsorted or variables.has("SLURM_HET_SIZE")
+    if is_unsorted and not variables.has("MASTER_ADDR"):
+        variables.problems.append(
+            "MASTER_ADDR is missing, and rank 0 may be on any machine of a heterogeneous job or of "
+            "--distribution=arbitrary. Name its machine: MASTER_ADDR=HOST srun ..."
+        )
+    return variables.required("SLURM_STEP_NODELIST", first_host)
+
+
+def step_tasks(variables: Variables) -> int | None:
+    """Return the number of tasks of this process's Slurm step; None outside of a step.
+
+    The step in which mpirun starts a daemon on every node does not count: its tasks are not the
+    user's programs.
+    """
+    is_step_of_daemons = mpirun_is_here(variables) is False
+    if is_step_of_daemons or not is_in_step(variables):
+        return None
+    return variables.number(*STEP_TASKS)
+
+
+def mpirun_is_here(variables: Variables) -> bool | None:
+    """Return True if mpirun is this process's parent, False if one of its daemons is.
+
+    None: the variables do not say it (all but Open MPI 4).
+    """
+    parent_uri = variables.text("OMPI_MCA_orte_local_daemon_uri")
+    mpirun_uri = variables.text("OMPI_MCA_orte_hnp_uri")
+    return None if parent_uri is None else parent_uri == mpirun_uri
+
+
+def is_in_step(variables: Variables) -> bool:
+    step = variables.text("SLURM_STEP_ID", "SLURM_STEPID")
+    return step is not None and step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a list: `n01` of `n[01-04,07],m3`.
+
+    A name may have several brackets, as in `rack[1-2]-n[1-9]`.
+
+    Raises:
+        ValueError: the list has no host.
+    """
+    # Replace each bracket by its first member; then the first comma ends the first name.
+    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodelist.strip()).split(",")[0]
+    if not re.fullmatch(r"[\w.-]+", host):
+        raise ValueError(f"'{nodelist}' is no list of hosts")
+    return host
+
+
+def counts(text: str) -> list[int]:
+    """Return the counts of a compressed list: [2, 2, 2, 1] of `2(x3),1`.
+
+    Raises:
+        ValueError: the text is not of that form.
+    """
+    values: list[int] = []
+    for item in text.split(","):
+        match = COUNT.fullmatch(item.strip())
+        if match is None:
+            raise ValueError(f"'{text}' is no list of counts such as 2(x3),1")
+        count, repeat = match.groups(default="1")
+        values += [int(count)] * int(repeat)
+    return values
 
 
 def from_rank_variables(variables: Variables) -> RankInfo | None:
@@ -289,7 +424,7 @@ READERS: Mapping[str, Callable[[Variables], RankInfo | None]] = {
     "local": from_shoal_env,
     "torchrun": from_torchrun,
     "mpi": from_mpi,
-    "slurm": slurm,
+    "slurm": from_slurm,
     "environment": from_rank_variables,
     "single": single_process,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import signal
@@ -35,6 +34,9 @@ LOST_WORKER = re.compile(r"DataLoader worker \(pid.* (is killed by signal|exited
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 HINTS = {-signal.SIGKILL: " (out of memory?)", -signal.SIGBUS: " (shared memory full?)"}
 EXIT_LOST = 1
+_lock = threading.Lock()
+_launcher: list[tuple[Connection, int]] = []
+"""The connection to the launcher and this rank; empty under another launcher than Shoal's."""
 Explain = Callable[[BaseException, str], BaseException | None]
 explanations: list[Explain] = []
 """Functions that may know the cause of an error of the script: they take it and the script's line,
@@ -187,38 +189,25 @@ def is_lost_peer(error: BaseException) -> bool:
     )
 
 
-class LossReporter:
-    """Sends reports of this rank to its launcher. Any thread may call."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._connection: Connection | None = None
-        self._rank = 0
-
-    def attach(self, connection: Connection, rank: int) -> None:
-        """Send over `connection` from now on."""
-        self._connection, self._rank = connection, rank
-
-    def send(self, event: Any) -> None:
-        """Send a Failure or a RankResult of this rank."""
-        with self._lock:
-            assert self._connection is not None
-            self._connection.send(event)
-
-    def lost(self, headline: str) -> None:
-        """Report that this rank cannot go on, since it lost a process of its own.
-
-        In a process of another launcher the rank ends instead, so that this launcher acts.
-
-        Args: headline: the rest of a sentence that begins with the rank.
-        """
-        if self._connection is None:
-            print(f"this rank {headline}", file=sys.stderr, flush=True)
-            os._exit(EXIT_LOST)
-        self.send(Failure(self._rank, headline, code=EXIT_LOST, is_loss=True))
+def attach_launcher(connection: Connection, rank: int) -> None:
+    """Send reports of this process, a rank, over `connection` from now on."""
+    _launcher.append((connection, rank))
 
 
-@functools.cache
-def own_reporter() -> LossReporter:
-    """Return the reporter of this process."""
-    return LossReporter()
+def report(event: Any) -> None:
+    """Send a Failure or a RankResult of this rank to its launcher. Any thread may call."""
+    with _lock:
+        _launcher[-1][0].send(event)
+
+
+def report_loss(headline: str) -> None:
+    """Report that this rank cannot go on, since it lost a process of its own.
+
+    In a process of another launcher the rank ends instead, so that this launcher acts.
+
+    Args: headline: the rest of a sentence that begins with the rank.
+    """
+    if not _launcher:
+        print(f"this rank {headline}", file=sys.stderr, flush=True)
+        os._exit(EXIT_LOST)
+    report(Failure(_launcher[-1][1], headline, code=EXIT_LOST, is_loss=True))

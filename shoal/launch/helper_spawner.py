@@ -32,7 +32,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
 from shoal.errors import LaunchError
-from shoal.launch.failure import end_of_process, own_reporter
+from shoal.launch.failure import end_of_process, report_loss
 
 END = b""  # in the place of a pickled target
 
@@ -113,7 +113,7 @@ class HelperSpawner:
             end = end_of_process(os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]))
         self._connection.close()
         if not self._is_closed:
-            own_reporter().lost(
+            report_loss(
                 "lost the process from which its helpers, such as parameter servers, are forked "
                 f"(process {self._pid}): it {end}"
             )

@@ -26,8 +26,7 @@ Output = Literal["first", "all", "lines"]
 - `lines`: as `all`, but lines of rank 0 begin with their rank too, and no rank has a terminal.
 """
 
-NEWLINE = re.compile(rb"(?<=\n)")
-NEWLINE_OR_RETURN = re.compile(rb"(?<=[\r\n])")
+LINE_END = re.compile(rb"(?<=[\r\n])")
 """A progress bar ends each of its states with a carriage return."""
 
 MOST_WAITING = 10_000
@@ -42,12 +41,10 @@ class LineForwarder:
     Args:
         source: the end of the pipe from which the lines are read.
         emit: takes complete lines, each with its end.
-        ends: matches behind each line.
     """
 
     source: Connection
     emit: Callable[[list[str]], None]
-    ends: re.Pattern[bytes] = NEWLINE
     unfinished: bytes = field(default=b"", init=False)
 
     def fileno(self) -> int:
@@ -60,7 +57,7 @@ class LineForwarder:
             False once the rank has closed the stream.
         """
         received = os.read(self.fileno(), 1 << 16)
-        *lines, self.unfinished = self.ends.split(self.unfinished + received)
+        *lines, self.unfinished = LINE_END.split(self.unfinished + received)
         if not received and self.unfinished:  # the last line has no newline
             lines, self.unfinished = [*lines, self.unfinished + b"\n"], b""
         if lines:

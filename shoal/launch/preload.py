@@ -5,8 +5,8 @@ The server imports them once; otherwise every rank would import them.
 
 from __future__ import annotations
 
-import ast
 import os
+import re
 import tokenize
 
 from shoal.errors import LaunchError
@@ -26,14 +26,12 @@ TRAINING = (DYNAMO,)
 # Words in a script that probably needs the modules of TRAINING.
 TRAINING_WORDS = ("optim", "DistributedDataParallel", "fully_shard", "compile", "shoal")
 # Other modules might start threads or touch a device in their import.
-FORK_SAFE_MODULES = ("torch", "shoal")
+IMPORTED = re.compile(r"^\s*(?:import|from)\s+((?:torch|shoal)\b[\w.]*)", re.MULTILINE)
 FOREIGN = "shoal.integrations"  # imports other libraries
 
 
 def for_script(path: str) -> list[str]:
     """Return the modules that the script `path` imports and a fork server may import first.
-
-    It is empty for text that is no Python; the ranks report that, with the line.
 
     Raises:
         LaunchError: there is no such file.
@@ -41,20 +39,13 @@ def for_script(path: str) -> list[str]:
     try:
         with tokenize.open(path) as file:
             source = file.read()
-        statements = list(ast.walk(ast.parse(source)))
     except OSError as error:
         raise LaunchError(
             f"The script '{path}' cannot be read from {os.getcwd()}: {error.strerror}."
         ) from error
-    except (SyntaxError, ValueError):
+    except (SyntaxError, UnicodeDecodeError):  # the ranks report text that is no Python
         return []
-    names: set[str] = set()
-    for node in statements:
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module)
-    own = {name for name in names if not name.startswith(FOREIGN)}
-    safe = {name for name in own if name.split(".")[0] in FORK_SAFE_MODULES and "._" not in name}
+    own = {name for name in IMPORTED.findall(source) if not name.startswith(FOREIGN)}
+    safe = {name for name in own if "._" not in name}
     trains = any(word in source for word in TRAINING_WORDS)
     return [*sorted(safe), *(TRAINING if trains else ())]

@@ -26,7 +26,6 @@ from typing import Any, NoReturn
 from shoal.errors import UsageError
 from shoal.launch import failure
 from shoal.launch.environment import is_place_taken
-from shoal.launch.failure import own_reporter
 from shoal.platform.cgroups import usable_cores
 from shoal.platform.processes import set_process_name
 from shoal.watchdog.progress_writer import own_progress
@@ -73,8 +72,7 @@ def main(
         hang_limit_s: the launcher's limit after which a rank is late; 0 for none.
     """
     code, rank = 1, int(environment["RANK"])
-    reporter = own_reporter()
-    reporter.attach(report, rank)
+    failure.attach_launcher(report, rank)
     try:
         end_with_parent()
         set_process_name(f"shoal rank {rank}")
@@ -88,7 +86,7 @@ def main(
             faulthandler.register(STACKS_SIGNAL, file=descriptor)
         target, arguments = pickle.loads(payload)
         value = target(*arguments)
-        reporter.send(RankResult(rank, pickle.dumps(value)))
+        failure.report(RankResult(rank, pickle.dumps(value)))
         code = 0
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
@@ -99,7 +97,7 @@ def main(
             print(stop.code, file=sys.stderr)
     except BaseException as error:  # noqa: BLE001 - whatever it is, its cause must reach the user
         sys.stdout.flush()
-        reporter.send(failure.from_exception(rank, error))
+        failure.report(failure.from_exception(rank, error))
     atexit._run_exitfuncs()  # processes of multiprocessing skip the handlers that scripts register
     if code in (0, EXIT_RESTART):
         _destroy_process_group()

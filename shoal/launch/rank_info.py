@@ -24,11 +24,9 @@ class Variables:
 
     Args:
         environ: the variables; an empty value counts as not set.
-        parent_pid: process id of this process's parent.
     """
 
-    def __init__(self, environ: Mapping[str, str], parent_pid: int) -> None:
-        self.parent_pid = parent_pid
+    def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = {name: value for name, value in environ.items() if value}
         self.problems: list[str] = []
 

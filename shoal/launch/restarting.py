@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from shoal.launch.control_channel import ControlConnection, ControlServer
+from shoal.launch.control_channel import ControlServer, send
 from shoal.launch.output import Output, print_note
 from shoal.launch.rank_set import RankSet
 from shoal.launch.start import imported, start
@@ -30,9 +30,9 @@ from shoal.launch.supervise import Supervision, arrived, caught, stop_arrived
 CONTROL_OPEN_S = 0.1
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
-    """The work of all ranks, on this host or on several.
+    """The work of all ranks, on this host; see `HostsJob` for several.
 
     Args:
         target: `module:function`, called in every rank. The import of the module must neither
@@ -44,9 +44,10 @@ class Work:
         output: the outputs that the user sees.
         preload: modules that are imported before ranks are forked, besides that of `target`.
         torch_store: as for `start`, on this host; ranks of several hosts always have one.
-        saved_step: `module:function` and its arguments, which returns the step from which the next
+        find_step: `module:function` and its arguments, which returns the step from which the next
             start resumes; None for work that is not resumed.
-        problems: returns why so many ranks cannot do the work; empty where they can.
+        check: returns why so many ranks cannot do the work; empty where they can.
+        secret: of a job on several hosts; None on one, where ranks find what they share in files.
     """
 
     target: str
@@ -56,8 +57,9 @@ class Work:
     output: Output = "first"
     preload: Sequence[str] = ()
     torch_store: bool = False
-    saved_step: tuple[str, Sequence[Any]] | None = None
-    problems: Callable[[int], Sequence[str]] = field(default=lambda processes: ())
+    find_step: tuple[str, Sequence[Any]] | None = None
+    check: Callable[[int], Sequence[str]] = field(default=lambda processes: ())
+    secret: bytes | None = None
 
     @property
     def modules(self) -> list[str]:
@@ -68,28 +70,15 @@ class Work:
         """Return the arguments of the first start, or of a later one."""
         return self.again if again and self.again is not None else self.arguments
 
-
-class LocalJob:
-    """Work on ranks of this machine.
-
-    Attributes:
-        secret: of a job on several hosts; None on one, where ranks find what they share in files.
-    """
-
-    secret: bytes | None = None
-
-    def __init__(self, work: Work) -> None:
-        self.work = work
-
     def problems(self, processes: int) -> Sequence[str]:
         """Return why `shoal scale` cannot give the run so many ranks; empty where it can."""
-        return self.work.problems(processes)
+        return self.check(processes)
 
     def saved_step(self) -> int | None:
         """Return the step from which the next start resumes; None for the beginning."""
-        if self.work.saved_step is None:
+        if self.find_step is None:
             return None
-        function, arguments = self.work.saved_step
+        function, arguments = self.find_step
         step: int | None = imported(function)(*arguments)
         return step
 
@@ -103,13 +92,13 @@ class LocalJob:
         Raises: LaunchError: they cannot start.
         """
         return start(
-            imported(self.work.target),
-            tuple(self.work.arguments_of(again)),
+            imported(self.target),
+            tuple(self.arguments_of(again)),
             processes,
-            self.work.environment,
-            self.work.output,
-            preload=self.work.modules,
-            torch_store=self.work.torch_store,
+            self.environment,
+            self.output,
+            preload=self.modules,
+            torch_store=self.torch_store,
             is_stopped=lambda: signals is not None and stop_arrived(signals),
         )
 
@@ -144,7 +133,7 @@ class RestartingRun:
 
     def __init__(
         self,
-        job: LocalJob,
+        job: Work,
         processes: int,
         control: ControlServer | None = None,
         restarts: int = 0,
@@ -155,7 +144,7 @@ class RestartingRun:
         self.restarts = restarts
         self.made = 0
         self.requested: int | None = None
-        self._caller: ControlConnection | None = None
+        self._caller: socket.socket | None = None
         self._last_loss: tuple[str, int | None] | None = None
 
     def run(self, ranks: RankSet | None = None) -> int:
@@ -203,7 +192,7 @@ class RestartingRun:
                 return supervision
             timeout_s, sources = inf, [signals]
             if self.control is not None:
-                if self.control.is_due and (problem := self.control.open()):
+                if problem := self.control.open():
                     print_note(f"`shoal scale` cannot reach this run: {problem}")
                 # The run claims its directory without an event, so look for it.
                 timeout_s = CONTROL_OPEN_S if self.control.is_pending else inf
@@ -252,23 +241,23 @@ class RestartingRun:
     # Requests of commands
 
     def _on_request(
-        self, caller: ControlConnection, request: Mapping[str, Any], supervision: Supervision
+        self, caller: socket.socket, request: Mapping[str, Any], supervision: Supervision
     ) -> None:
         """Make the ranks stop for `shoal scale`, tell the secret, or refuse a request."""
         processes = request.get("scale")
         if "secret" in request and self.job.secret is not None:  # only its own user can ask
-            caller.send(secret=self.job.secret.hex())
+            send(caller, secret=self.job.secret.hex())
         elif "secret" in request:
             reason = "its servers are on this machine, and their key is in a file there."
-            caller.send(refused=reason)
+            send(caller, refused=reason)
         elif not isinstance(processes, int) or isinstance(processes, bool):
-            caller.send(refused="this is no request that its launcher knows.")
+            send(caller, refused="this is no request that its launcher knows.")
         elif reason := self._refusal_reason(processes, supervision):
-            caller.send(refused=reason)
+            send(caller, refused=reason)
         else:
             self.requested = processes
             self._caller = caller
-            caller.send(stopping=len(supervision.ranks.all))
+            send(caller, stopping=len(supervision.ranks.all))
             supervision.stop()
             return
         caller.close()
@@ -290,7 +279,7 @@ class RestartingRun:
     def _answer(self, **message: Any) -> None:
         """Answer the request that the run works on, if there is one."""
         if self._caller is not None:
-            self._caller.send(**message)
+            send(self._caller, **message)
             self._caller.close()
         self.requested = self._caller = None
 

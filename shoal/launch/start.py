@@ -35,25 +35,20 @@ from shoal.errors import LaunchError
 from shoal.launch import preload as preloads
 from shoal.launch.environment import RANK_PROCESS, SERVER_HOSTS
 from shoal.launch.output import (
-    NEWLINE_OR_RETURN,
     LineForwarder,
     Output,
     StreamName,
     print_lines,
-    print_note,
 )
 from shoal.launch.private_memory import STORE, PrivateMemory
 from shoal.launch.rank import STOP_SIGNALS, main, serve_store
 from shoal.launch.rank_info import LOOPBACK
 from shoal.launch.rank_set import HostShare
 from shoal.launch.ranks import Rank, Ranks
-from shoal.platform.cgroups import usable_cores
 from shoal.platform.sockets import make_socket_directory
 from shoal.watchdog.hang_limit import limit_of_ranks
 from shoal.watchdog.progress_word import ProgressMemory
 
-RANKS_PER_CORE = 4
-"""More ranks than so many for each core are told that they take turns."""
 TRACKER_S = 2.0
 """A process that a script has made by `os.fork` may keep the resource tracker for longer."""
 
@@ -99,9 +94,6 @@ def start(
     """
     if processes < 1:
         raise LaunchError(f"{processes} processes were asked for; there must be at least 1.")
-    if processes > RANKS_PER_CORE * (cores := usable_cores()):
-        some = "1 core" if cores == 1 else f"{cores} cores"
-        print_note(f"{processes} ranks take turns on {some}; -n {cores} is as fast")
     try:
         payload = pickle.dumps((target, arguments))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -294,6 +286,7 @@ def _stream(
     if rank != 0 and output == "first" and name == "stdout":
         return None, None
     source, end = context.Pipe(duplex=False)
-    if share.emit is None:
-        return end, LineForwarder(source, partial(print_lines, rank, getattr(sys, name)))
-    return end, LineForwarder(source, partial(share.emit, rank, name), NEWLINE_OR_RETURN)
+    emit = partial(print_lines, rank, getattr(sys, name))
+    if share.emit is not None:
+        emit = partial(share.emit, rank, name)
+    return end, LineForwarder(source, emit)

@@ -16,10 +16,10 @@ from typing import Any
 from shoal.config import read, to_yaml
 from shoal.config.job import Job
 from shoal.launch.control_channel import ControlServer
-from shoal.launch.hosts.host_facts import FactsRequest, working_directory
+from shoal.launch.hosts.host_facts import FactsRequest
 from shoal.launch.hosts.hosts_job import HostsOptions, run_on_hosts
 from shoal.launch.preload import TRAINING
-from shoal.launch.restarting import LocalJob, RestartingRun, Work
+from shoal.launch.restarting import RestartingRun, Work
 from shoal.platform.files import make_private_directory
 from shoal.strategies import StrategyLine
 from shoal.strategies.precheck import check_job
@@ -51,7 +51,7 @@ def train_on_ranks(
     """
     with ControlServer(Path(job.directory), CONFIG) as control:
         if isinstance(where, HostsOptions):
-            request = FactsRequest(working_directory(), run_directory=job.directory)
+            request = FactsRequest(os.getcwd(), run_directory=job.directory)
             work = _work(job, line, hang_limit_s)
             return run_on_hosts(where, work, request, control, restarts)
         # For the key of parameter servers. A rank that is killed could not remove it.
@@ -59,7 +59,7 @@ def train_on_ranks(
         folder = str(make_private_directory("shoal-run-", parent))
         try:
             work = _work(job, line, hang_limit_s, SHOAL_SERVER_DIRECTORY=folder)
-            return RestartingRun(LocalJob(work), where, control, restarts).run()
+            return RestartingRun(work, where, control, restarts).run()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -74,11 +74,11 @@ def _work(job: Job, line: StrategyLine, hang_limit_s: float, **environment: str)
         environment={hang_limit.VARIABLE: f"{hang_limit_s:g}", **environment},
         output="first",
         preload=PRELOAD,
-        saved_step=(
+        find_step=(
             "shoal.train.run_directory:last_saved",
             [job.directory, job.checkpoint.fast_dir],
         ),
-        problems=partial(check_job, job, line),
+        check=partial(check_job, job, line),
     )
 
 

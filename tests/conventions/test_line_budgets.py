@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_680,
-    "shoal/cli": 2_910,
+    "shoal/cli": 2_790,
     "shoal/comm": 2_900,
     "shoal/config": 1_800,
     "shoal/costs": 2_020,
     "shoal/data": 3_260,
     "shoal/doctor": 500,
     "shoal/integrations": 830,
-    "shoal/launch": 5_770,
+    "shoal/launch": 5_530,
     "shoal/loggers": 550,
     "shoal/models": 850,
     "shoal/optim": 250,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_560,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 70_440,
+    "tests": 70_390,
     "benchmarks": 8_620,
 }
 SLACK = 0.03

@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.launch.output import Output
 from shoal.launch.preload import TRAINING
-from shoal.launch.restarting import LocalJob, RestartingRun, Work
+from shoal.launch.restarting import RestartingRun, Work
 
 
 def run(
@@ -21,4 +21,4 @@ def run(
     """Call a function in ranks on this machine, and return the exit code."""
     name = f"{target.__module__}:{target.__name__}"
     work = Work(name, arguments, None, environment or {}, output, preload, torch_store=True)
-    return RestartingRun(LocalJob(work), processes).run()
+    return RestartingRun(work, processes).run()

@@ -132,7 +132,12 @@ SLOW_CASES = tuple(
         ("shm_backend/test_native.py", "shm_backend", "compiled all-reduces", COLLECTIVES),
         ("shm_backend/test_phase_board.py", "shm_backend", "calls of all kinds in a row"),
         ("shm_backend/test_torch_distributed_tests.py", "shm_backend", "torch's own tests"),
-        ("slurm/test_real_slurm.py", "launch/slurm", "jobs on a Slurm of four nodes", REAL),
+        (
+            "slurm/test_real_slurm.py",
+            "launch",
+            "jobs on a Slurm of four nodes",
+            REAL,
+        ),
         ("strategies/ddp/test_compression.py", "comm/compression", "PowerSGD of full rank"),
         (
             "strategies/ddp/test_named_algorithms.py",

@@ -13,9 +13,8 @@ from math import inf
 
 from simulated_faults import LAST_WORDS, meet_fault
 
-from shoal.launch.hosts.agent_protocol import KILL_S, LEASE_S
-from shoal.launch.hosts.agent_session import AgentSession, Order
-from shoal.launch.hosts.driver_session import DriverEvent, DriverSession, HostLost, HostSpoke
+from shoal.launch.hosts.agent_session import KILL_S, LEASE_S, AgentSession, Order
+from shoal.launch.hosts.driver_session import DriverSession, HostEvent
 
 TIMER_S = 0.5
 """So long after the end of a lease the kernel has killed the agent and its ranks."""
@@ -256,25 +255,25 @@ class Simulation:
         """Return True if the driver still has this agent's connection."""
         return self.current[agent.host] is agent
 
-    def on_events(self, events: list[DriverEvent]) -> None:
+    def on_events(self, events: list[HostEvent]) -> None:
         for event in events:
             match event:
-                case HostLost(host, reason):
+                case HostEvent(host, {"do": "lost", "reason": reason}):
                     agent = self.current[host]
                     is_well = agent is not None and agent.is_alive and not agent.is_cut
                     if is_well and "no word for" not in reason:
                         self.problems.append(f"a connection is given up: {reason}")
                     self.close(host)
                     self.stop()
-                case HostSpoke(host, {"do": "ended", "code": code}):
+                case HostEvent(host, {"do": "ended", "code": code}):
                     agent = self.current[host]
                     is_told = agent is None or agent.has_last_words or self.is_stopping
                     if code == 0 and not is_told:
                         self.problems.append("the last output of ranks is lost")
                     self.stop()
-                case HostSpoke(host, {"do": "stopped"}):
+                case HostEvent(host, {"do": "stopped"}):
                     self.stopped.add((host, self.epoch))
-                case HostSpoke(host, {"do": "out", "text": text}):
+                case HostEvent(host, {"do": "out", "text": text}):
                     epoch = text.split()[0]
                     if epoch.isdecimal() and (host, int(epoch)) in self.stopped:
                         self.problems.append("output of an epoch that has stopped")

@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 
 from shoal.launch.hosts.addresses import listeners, try_reach
-from shoal.launch.hosts.agent_protocol import PROTOCOL
+from shoal.launch.hosts.agent_session import PROTOCOL
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from shoal.launch.hosts.agent_process import TELL_S, sent_look
-from shoal.launch.hosts.agent_protocol import MessageReader, encode
-from shoal.launch.hosts.driver_session import HostSpoke
+from shoal.launch.hosts.agent_session import MessageReader, encode
+from shoal.launch.hosts.driver_session import HostEvent
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks
 from shoal.watchdog.hang_detector import Hang, SilenceCounter, find_hang
 from shoal.watchdog.progress_word import (
@@ -115,7 +115,7 @@ class Hosts:
         for host in self.agents.keys() - self.silent:
             look: Any = sent_look(self.agents[host])  # type: ignore[arg-type]
             (message,) = MessageReader().feed(encode("look", look=look))
-            assert self.driver._rank_events(HostSpoke(host, message)) == []
+            assert self.driver._rank_events(HostEvent(host, message)) == []
 
     def passes(self, seconds: int) -> Hang | None:
         """Return the first hang that is found; agents and the driver look once a second."""

@@ -17,10 +17,10 @@ from test_servers_on_hosts import VARIABLES, has_saved, write_job
 from shoal.cli.program import main
 from shoal.errors import UsageError
 from shoal.launch.failure import Failure
-from shoal.launch.hosts.driver_session import HostLost, HostSpoke
+from shoal.launch.hosts.driver_session import HostEvent
 from shoal.launch.hosts.host_facts import FactsRequest, HostFacts, problems
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks
-from shoal.launch.hosts.ssh_hosts import SshHost, parse_hosts, parse_server_hosts
+from shoal.launch.hosts.ssh_client import SshHost, parse_hosts, parse_server_hosts
 from shoal.parameter_server.coordinator.admin_client import send_command
 from tests.harness.waiting import until
 
@@ -154,9 +154,9 @@ def test_a_server_that_is_killed_is_started_again_on_its_host(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--strategy ddp", "strategy ddp has no parameter servers. Use --strategy server=2, or"),
-        ("", "only the script knows its strategy. Say it too: --strategy server=2"),
-        ("--strategy server=1", "server=1 leaves hosts without a server. Use server=2 or more"),
+        ("--strategy ddp", "the command names 0 parameter servers, fewer than hosts for them"),
+        ("", "the command names 0 parameter servers"),
+        ("--strategy server=1", "the command names 1 parameter servers, fewer than hosts"),
     ],
 )
 def test_strategies_without_a_server_for_each_host_are_refused_before_any_ssh(
@@ -175,18 +175,21 @@ def test_hosts_of_ssh_are_refused_beside_slurm(folder: Path, capsys, monkeypatch
     words = ["--strategy", "server=2", "--server-hosts", "s,t", "served.py"]
     with pytest.raises(SystemExit, match="2"):
         main(["launch", "--slurm", "--dry-run", *words])
-    assert "--server-hosts are for ssh. With --slurm give --nodes" in capsys.readouterr().err
+    assert (
+        "--server-hosts: not with --slurm, for which srun starts the ranks. Give --nodes"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("s,b", "b has ranks, by --hosts, and servers would share its machine. Name another"),
-        ("s:2", "s:2: it has servers and no ranks, so no number. --strategy server=N says"),
+        ("s,b", "b has ranks, by --hosts. Name another host"),
+        ("s:2", "s:2: it has no ranks, so no number"),
         ("s,s", "s is named twice. Name it once$"),
-        ("s,", "a host without a name. Write HOST$"),
-        ("s,s:3,b", "s is named twice(.|\\n)*s:3: it has servers(.|\\n)*b has ranks"),
-        ("-s", "a host cannot begin with '-'"),
+        ("s,", "'' is no host"),
+        ("s,s:3,b", "s is named twice(.|\\n)*s:3: it has no ranks(.|\\n)*b has ranks"),
+        ("-s", "'-s' is no host"),
     ],
 )
 def test_a_list_of_hosts_that_cannot_have_servers_alone_is_refused(text: str, told: str) -> None:
@@ -209,11 +212,11 @@ def test_an_error_of_servers_ends_the_run_and_is_told_once(
     ranks = RemoteRanks(connections, [HostRanks(0, 0, 1)], servers=[1, 2, 3])
     failed = {"do": "failed", "rank": 1, "age_s": 0.0, "headline": "", "text": "no such optimizer"}
     failed |= {"is_secondary": False, "code": 2, "is_loss": False}
-    (failure,) = ranks._rank_events(HostSpoke(1, failed))
+    (failure,) = ranks._rank_events(HostEvent(1, failed))
     assert isinstance(failure, Failure)
     assert ranks.located(failure).describe(1) == "no such optimizer"
     assert failure.host == "s"
-    assert ranks._rank_events(HostSpoke(1, {"do": "ended", "rank": 1, "code": 1})) == []
-    assert ranks._rank_events(HostSpoke(2, {"do": "ended", "rank": 2, "code": 0})) == []
-    assert ranks._rank_events(HostLost(2, "gone")) == []
+    assert ranks._rank_events(HostEvent(1, {"do": "ended", "rank": 1, "code": 1})) == []
+    assert ranks._rank_events(HostEvent(2, {"do": "ended", "rank": 2, "code": 0})) == []
+    assert ranks._rank_events(HostEvent(2, {"do": "lost", "reason": "gone"})) == []
     assert "on t is lost" in capsys.readouterr().err

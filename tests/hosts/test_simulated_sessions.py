@@ -6,7 +6,7 @@ import pytest
 from simulated_hosts import Simulation
 
 from shoal.launch.hosts.agent_session import MOST_PENDING_OUTPUT, AgentSession
-from shoal.launch.hosts.driver_session import DriverSession, HostLost, HostSpoke
+from shoal.launch.hosts.driver_session import DriverSession, HostEvent
 
 END = {"do": "end"}
 
@@ -68,7 +68,7 @@ def test_a_host_without_heartbeats_is_lost_and_clear_after_its_lease() -> None:
     driver, _ = connected()
     assert driver.due_s == 8.0
     assert driver.tick(7.9) == []
-    assert driver.tick(8.0) == [HostLost(0, "no word for 8.0 s")]
+    assert driver.tick(8.0) == [HostEvent(0, {"do": "lost", "reason": "no word for 8.0 s"})]
     assert driver.clear_at_s(0) == 8.0
 
 
@@ -106,7 +106,7 @@ def test_output_that_the_connection_does_not_take_is_dropped_and_counted() -> No
         agent.output(0, "stdout", "x" * 999 + "\n")
     agent.ended(0, 0)
     messages = [
-        event.message for event in exchange(driver, agent, 0.5) if isinstance(event, HostSpoke)
+        event.message for event in exchange(driver, agent, 0.5) if event.message["do"] != "lost"
     ]
     printed = sum(message["text"].count("\n") for message in messages if message["do"] == "out")
     dropped = sum(message["lines"] for message in messages if message["do"] == "dropped")

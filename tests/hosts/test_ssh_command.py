@@ -24,12 +24,6 @@ def test_the_host_is_one_word_after_the_options_and_the_command_one_after_it():
     assert "ServerAliveInterval=1" in agent_command("b", PYTHON, 1.0, ["ssh"])
 
 
-@pytest.mark.parametrize("host", ["", "-oProxyCommand=touch x"])
-def test_a_host_that_ssh_would_take_for_an_option_is_refused(host: str):
-    with pytest.raises(UsageError, match="is no host"):
-        agent_command(host, PYTHON, 6.0, ["ssh"])
-
-
 @pytest.mark.parametrize(
     "python", ["", "/a!b/python", "/it's/python", "/a\\b", "/a\nb", "venv/bin/python", "-c"]
 )

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from shoal.launch.restarting import LocalJob, RestartingRun, Work
+from shoal.launch.restarting import RestartingRun, Work
 
 
 def run(folder: str) -> None:
@@ -26,4 +26,4 @@ def run(folder: str) -> None:
 
 if __name__ == "__main__":
     work = Work("never_ending_program:run", sys.argv[1:2], preload=sys.argv[2:], torch_store=True)
-    sys.exit(RestartingRun(LocalJob(work), 2).run())
+    sys.exit(RestartingRun(work, 2).run())

@@ -17,8 +17,8 @@ from shoal.launch import control_channel
 from shoal.launch.control_channel import (
     MAX_LINE_BYTES,
     NAME,
-    ControlConnection,
     ControlServer,
+    send,
     short_name,
 )
 
@@ -38,7 +38,7 @@ def connected(folder: Path) -> socket.socket:
     return caller
 
 
-def next_requests(server: ControlServer) -> list[tuple[ControlConnection, dict]]:
+def next_requests(server: ControlServer) -> list[tuple[socket.socket, dict]]:
     """Wait for an event, and return the requests that have arrived."""
     select.select(server.sources, [], [], 10)
     return server.accept_requests()
@@ -57,14 +57,14 @@ def test_only_the_owner_may_use_it_and_it_is_removed_at_the_end(tmp_path):
 
 def test_it_waits_until_the_run_has_claimed_the_directory(tmp_path):
     with ControlServer(tmp_path / "run", "config.yaml") as server:
-        assert not server.is_due
+        assert server.open() == ""
         (tmp_path / "run").mkdir()
-        assert not server.is_due
+        assert server.open() == ""
+        assert server.is_pending
         assert server.sources == server.accept_requests() == []
         (tmp_path / "run/config.yaml").touch()
-        assert server.is_due
         assert server.open() == ""
-        assert not server.is_due
+        assert not server.is_pending
         connected(tmp_path / "run").close()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
@@ -74,8 +74,8 @@ def test_a_request_is_answered_in_lines(tmp_path):
         command.sendall(b'{"scale": 3}\n')
         ((caller, request),) = next_requests(server)
         assert request == {"scale": 3}
-        caller.send(stopping=2)
-        caller.send(step=7)
+        send(caller, stopping=2)
+        send(caller, step=7)
         caller.close()
         assert [json.loads(line) for line in command.makefile()] == [{"stopping": 2}, {"step": 7}]
         assert len(server.sources) == 1

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import launcher_environments as recorded
 import pytest
 from launcher_environments import (
@@ -228,10 +230,13 @@ def test_ranks_of_one_job_derive_one_port_and_other_jobs_another(environ, siblin
     assert read(environ | other).master_port != port
 
 
-def test_ranks_of_mpich_derive_their_port_from_their_common_parent():
+def test_ranks_of_mpich_derive_their_port_from_their_common_parent(monkeypatch):
     sibling = MPICH | {"PMI_RANK": "0", "MPI_LOCALRANKID": "0"}
-    assert read(MPICH, parent_pid=71).master_port == read(sibling, parent_pid=71).master_port
-    assert read(MPICH, parent_pid=71).master_port != read(MPICH, parent_pid=72).master_port
+    ports = []
+    for parent, environ in ((71, MPICH), (71, sibling), (72, MPICH)):
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        ports.append(read(environ).master_port)
+    assert ports[0] == ports[1] != ports[2]
 
 
 def test_a_rank_info_describes_itself_in_one_line():

@@ -21,7 +21,7 @@ import pytest
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.failure import from_exception
-from shoal.launch.restarting import LocalJob, RestartingRun, Work
+from shoal.launch.restarting import RestartingRun, Work
 from shoal.launch.start import prepare
 from shoal.watchdog import hang_limit
 from tests.harness import local
@@ -39,7 +39,7 @@ def run(folder: Path, target: Callable[..., None], *arguments: Any, limit_s: flo
         (),
     )
     with ControlServer(folder, "claimed") as control:
-        return RestartingRun(LocalJob(work), 2, control, restarts=3).run()
+        return RestartingRun(work, 2, control, restarts=3).run()
 
 
 def ended(folder: Path) -> list[str]:

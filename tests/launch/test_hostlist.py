@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.launch.slurm.variables import counts, first_host
+from shoal.launch.environment import counts, first_host
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import never_ending_program
 import pytest
 
 from shoal.errors import LaunchError
-from shoal.launch import restarting, start
+from shoal.launch import restarting
 from shoal.platform.cgroups import usable_cores
 from tests.harness import local
 from tests.harness.process_tree import marked
@@ -52,13 +52,6 @@ def test_ranks_divide_the_cores_and_the_server_has_one_thread(tmp_path, monkeypa
     assert notes(tmp_path, "threads") == [f"{usable_cores()} 1"]
     local.run(launch_targets.writes_its_threads, (str(tmp_path),), 2, {"OMP_NUM_THREADS": "3"})
     assert notes(tmp_path, "threads") == ["3 1", "3 1"]
-
-
-def test_many_more_ranks_than_cores_are_told_that_they_take_turns(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(start, "RANKS_PER_CORE", 1)
-    monkeypatch.setattr(start, "usable_cores", lambda: 1)
-    local.run(launch_targets.writes_its_rank, (str(tmp_path),), 2)
-    assert capfd.readouterr().err.strip() == "note: 2 ranks take turns on 1 core; -n 1 is as fast"
 
 
 def test_every_process_of_a_run_has_a_name_for_ps(tmp_path):

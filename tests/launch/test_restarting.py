@@ -14,7 +14,7 @@ import restart_targets
 
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import NAME, ControlServer, request
-from shoal.launch.restarting import LocalJob, RestartingRun, Work
+from shoal.launch.restarting import RestartingRun, Work
 from tests.harness.waiting import until
 
 
@@ -30,7 +30,7 @@ def run(
     restarts: int = 3,
     asked: Callable[[], object] = lambda: None,
 ) -> int:
-    class Job(LocalJob):
+    class Job(Work):
         def saved_step(self) -> int | None:
             asked()
             return saved_step(folder)
@@ -38,10 +38,10 @@ def run(
     first = (str(folder), "first", *arguments)
     again = (str(folder), "again", *arguments)
     name, can = f"restart_targets:{target.__name__}", restart_targets.takes_even_numbers
-    work = Work(name, first, again, {}, "first", (), problems=can)
+    work = Job(name, first, again, {}, "first", (), check=can)
     (folder / "claimed").touch()
     with ControlServer(folder, "claimed") as control:
-        return RestartingRun(Job(work), processes, control, restarts).run()
+        return RestartingRun(work, processes, control, restarts).run()
 
 
 def starts(folder: Path, rank: int = 0) -> list[str]:

@@ -51,6 +51,7 @@ REFUSED = "PermissionError"
 @needs_root
 @needs_python
 def test_another_user_cannot_ask_a_run_for_other_ranks(public: Path) -> None:
+    (public / "marker").touch()
     with ControlServer(public, "marker") as server:
         assert server.open() == ""
         assert python_of_stranger(CONNECTS, str(public / NAME)).stdout.strip() == REFUSED

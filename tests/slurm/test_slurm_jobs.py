@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -12,8 +13,8 @@ import fake_slurm_commands
 import pytest
 from cli_calls import shoal
 
-from shoal.launch.slurm import batch_script
-from shoal.launch.slurm.batch_script import ClusterWork, SlurmOptions, _sbatch_options
+from shoal.launch import batch_script
+from shoal.launch.batch_script import ClusterWork, _sbatch_options
 
 
 @pytest.fixture
@@ -23,6 +24,12 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my jobs").mkdir()
     monkeypatch.chdir(tmp_path / "my jobs")
     return folder
+
+
+def slurm_options(**values: object) -> argparse.Namespace:
+    """The options of a command for one task."""
+    defaults = {"time": None, "partition": None, "sbatch_option": (), "requeues": 20}
+    return argparse.Namespace(nodes=1, ntasks_per_node=1, **defaults | values)
 
 
 def ended(slurm: Path) -> str:
@@ -62,18 +69,6 @@ def test_a_script_runs_as_one_world_with_its_own_words_and_the_log_shows_rank_0(
     inherited = (slurm / "environment").read_text().splitlines()
     assert "SBATCH_SIGNAL" not in inherited
     assert "SBATCH_ACCOUNT" in inherited
-
-
-def test_an_interpreter_that_is_not_on_this_machine_is_named_beside_the_job(
-    slurm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("train.py").write_text("pass\n")
-    _, out, _ = shoal(capsys, "launch", "--slurm", "--python", "/no/python", "train.py")
-    assert out.startswith(
-        "shoal: note: --python /no/python: there is no such program here; the nodes need it\n"
-    )
-    assert "FAILED" in ended(slurm)
-    assert "/no/python" in Path("train-12.out").read_text()
 
 
 def test_options_for_sbatch_count_more_than_variables_of_the_shell(
@@ -160,7 +155,7 @@ def test_a_rank_that_was_killed_starts_all_again_in_the_same_job(slurm: Path) ->
     )
     work = ClusterWork("job", ("dies.py",), {}, None, 3)
     script = batch_script.render(
-        SlurmOptions(1, 1, None, None, "job", (), 20),
+        slurm_options(),
         *(work, sys.executable, os.getcwd(), "shoal"),
     )
     (slurm / "state").write_text("JobState=RUNNING Reason=None")
@@ -253,26 +248,22 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
     words = ("--slurm", "--time", "soon")
     more = ("--partition", "a b", "--sbatch-option=nodes=3", "--sbatch-option=array=1-3")
     more += ("--sbatch-option=mem=1G", "--sbatch-option=mem=2G", "--hang-limit", 30)
-    wrong = ("-n", 3, "--strategy", "zero4", "missing.py")
+    wrong = ("-n", 3, "missing.py")
     status, _, err = shoal(capsys, "launch", *words, *more, *wrong)
     assert status == 2
     for part in (
-        "-n 3: it counts processes of this machine",
-        "strategy 'zero4'",
+        "--processes, --hang-limit: not with --slurm",
         "there is no script missing.py",
         "--time soon: no time limit",
-        "--partition 'a b'",
-        "--sbatch-option 'nodes=3': give --nodes to this command itself",
-        "--sbatch-option 'array=1-3': the batch script sets array itself",
-        "--sbatch-option mem: is given twice",
-        "--hang-limit: ranks that srun starts are not watched",
+        "--sbatch-option 'nodes=3': the batch script relies on its own nodes",
+        "--sbatch-option 'array=1-3': the batch script relies on its own array",
         "there is no sbatch on the PATH",
     ):
         assert part in err, err
     words = ("digits", "--slurm", "--min-hosts", 2, "--env", "A=1", "--nodes", 2)
     status, _, err = shoal(capsys, "train", *words, "--strategy", "tensor=2")
     assert status == 2
-    assert "--env, --min-hosts: for hosts that are reached by ssh" in err
+    assert "--env, --min-hosts: not with --slurm" in err
     assert "tensor=2: tensor groups lie inside one machine, and one has LOCAL_WORLD_SIZE=1" in err
     status, _, err = shoal(capsys, "train", "digits", "--slurm", "--strategy", "auto")
     assert status == 2
@@ -321,33 +312,11 @@ def test_options_of_a_cluster_need_one(capsys: pytest.CaptureFixture[str]) -> No
     [(None, 120), ("0", 120), ("1", 15), ("2", 30), ("1:30", 22), ("4:00:00", 120), ("1-0", 120)],
 )
 def test_ranks_are_told_of_the_time_limit_in_time(time: str | None, seconds: int) -> None:
-    options = SlurmOptions(1, 1, time, None, "job", (), 20)
-    assert options.notice_s() == seconds
-    assert list(options.problems()) == []
+    assert batch_script.notice_s(time) == seconds
+    assert list(batch_script.problems(slurm_options(time=time))) == []
 
 
 def test_a_value_for_sbatch_stays_one_value() -> None:
     more = ("comment=a b --partition=c", "constraint=a100", "exclusive")
-    given = [*_sbatch_options(SlurmOptions(1, 1, None, None, "job", more, 20))]
+    given = [*_sbatch_options(slurm_options(sbatch_option=more), "job")]
     assert given[-3:] == ["--comment='a b --partition=c'", "--constraint=a100", "--exclusive"]
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("--gres", "gpu:4"),
-        ("--account", "me"),
-        ("--cpus-per-task", 2),
-        ("--job-name", "x"),
-        ("--gpus-per-node", 8),
-    ],
-)
-def test_an_option_that_sbatch_takes_as_it_is_names_the_way_to_it(
-    capsys: pytest.CaptureFixture[str], option: str, value: object
-) -> None:
-    status, _, err = shoal(capsys, "launch", "--slurm", option, value, "train.py")
-    assert status == 2
-    cure = "with --slurm it is given to sbatch, by --sbatch-option=NAME=VALUE"
-    assert err == f"shoal: {option}: {cure}\n"
-    _, _, err = shoal(capsys, "launch", "--slurm", "--sbatch-option=-C a100", "train.py")
-    assert "'-C a100': give the long name of an option of sbatch and its value" in err

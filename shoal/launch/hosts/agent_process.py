@@ -27,8 +27,16 @@ from typing import Any, NoReturn
 from shoal.errors import ShoalError
 from shoal.launch.failure import Failure
 from shoal.launch.hosts.addresses import listeners, try_reach
-from shoal.launch.hosts.agent_protocol import KILL_S, MARKER, PROTOCOL, Message, clock_s, shortened
-from shoal.launch.hosts.agent_session import AgentSession, Order
+from shoal.launch.hosts.agent_session import (
+    KILL_S,
+    MARKER,
+    PROTOCOL,
+    AgentSession,
+    Message,
+    Order,
+    clock_s,
+    shortened,
+)
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
 from shoal.launch.private_memory import SECRET, PrivateMemory
 from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, HostShare, RankEvent, RankExited

@@ -14,28 +14,20 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
-from shoal.launch.hosts.agent_protocol import KILL_S, Message, MessageReader, encode
+from shoal.launch.hosts.agent_session import KILL_S, Message, MessageReader, encode
 
 
-@dataclass(frozen=True)
-class HostSpoke:
-    """A message of a host that does not concern its lease; see `agent_session` for the kinds."""
+class HostEvent(NamedTuple):
+    """A message of a host that does not concern its lease; see `agent_session` for the kinds.
+
+    The message `{"do": "lost", "reason": ...}` is of the driver itself: the host's agent is gone or
+    does not answer. A new one may be connected.
+    """
 
     host: int
     message: Message
-
-
-@dataclass(frozen=True)
-class HostLost:
-    """The host's agent is gone or does not answer. A new one may be connected."""
-
-    host: int
-    reason: str
-
-
-DriverEvent = HostSpoke | HostLost
 
 
 @dataclass
@@ -81,29 +73,29 @@ class DriverSession:
         self.states[host] = HostState(is_connected=True, heard_s=now_s)
         self.send(host, "spec", lease_s=self.lease_s, **specification)
 
-    def received(self, host: int, data: bytes, now_s: float) -> list[DriverEvent]:
+    def received(self, host: int, data: bytes, now_s: float) -> list[HostEvent]:
         """Take bytes of an agent, empty at the end of its connection."""
         state = self.states[host]
         if not state.is_connected:
             return []
         if not data:
             return self.disconnected(host, "its connection has ended")
-        events: list[DriverEvent] = []
+        events: list[HostEvent] = []
         for message in state.reader.feed(data):
             events += self._on_message(host, message, now_s)
         return events
 
-    def disconnected(self, host: int, reason: str) -> list[DriverEvent]:
+    def disconnected(self, host: int, reason: str) -> list[HostEvent]:
         """Note that the connection has ended. Its ranks may live until `clear_at_s`."""
         state = self.states[host]
         if not state.is_connected:
             return []
         state.is_connected = False
-        return [HostLost(host, reason)]
+        return [HostEvent(host, {"do": "lost", "reason": reason})]
 
-    def tick(self, now_s: float) -> list[DriverEvent]:
+    def tick(self, now_s: float) -> list[HostEvent]:
         """Find hosts that have been silent for too long."""
-        events: list[DriverEvent] = []
+        events: list[HostEvent] = []
         for host, state in enumerate(self.states):
             silence_s = now_s - state.heard_s
             if state.is_connected and silence_s >= self.lost_s:
@@ -150,7 +142,7 @@ class DriverSession:
         outgoing.clear()
         return lines
 
-    def _on_message(self, host: int, message: Message, now_s: float) -> list[DriverEvent]:
+    def _on_message(self, host: int, message: Message, now_s: float) -> list[HostEvent]:
         state = self.states[host]
         match message["do"]:
             case "beat":
@@ -161,4 +153,4 @@ class DriverSession:
                 state.heard_s, state.is_ready = now_s, True
             case "stopped":
                 state.may_run = False
-        return [HostSpoke(host, message)]
+        return [HostEvent(host, message)]

@@ -11,16 +11,10 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from shoal.errors import LaunchError, printable
-from shoal.launch.hosts.agent_protocol import PROTOCOL, Message, clock_s, lease_s
-from shoal.launch.hosts.driver_session import (
-    DriverEvent,
-    DriverSession,
-    HostLost,
-    HostSpoke,
-)
+from shoal.launch.hosts.agent_session import PROTOCOL, Message, clock_s, lease_s
+from shoal.launch.hosts.driver_session import DriverSession, HostEvent
 from shoal.launch.hosts.host_facts import HostFacts
-from shoal.launch.hosts.ssh_client import SshClient, agent_command, describe_ssh_failure
-from shoal.launch.hosts.ssh_hosts import SshHost
+from shoal.launch.hosts.ssh_client import SshClient, SshHost, agent_command, describe_ssh_failure
 from shoal.launch.output import LinePrinter
 
 RETRY_S = 0.02  # until a connection takes more bytes
@@ -64,7 +58,7 @@ class HostConnections:
         self._clients: dict[int, SshClient] = {}
         self._questions = itertools.count(1)
         self._answers: dict[int, Message] = {}
-        self._events: list[DriverEvent] = []  # that came while an answer was waited for
+        self._events: list[HostEvent] = []  # that came while an answer was waited for
 
     def name(self, host: int) -> str:
         """Return the name of a host as the user wrote it."""
@@ -75,7 +69,7 @@ class HostConnections:
         """Return the hosts whose agents have told their facts, in the order of their ranks."""
         return [host for host in sorted(self.facts) if self.session.states[host].is_connected]
 
-    def pump(self, timeout_s: float, sources: Sequence[Any] = ()) -> list[DriverEvent]:
+    def pump(self, timeout_s: float, sources: Sequence[Any] = ()) -> list[HostEvent]:
         """Send and receive for at most `timeout_s`; return events of ranks and lost hosts.
 
         It returns earlier with an event, and when one of `sources` can be read.
@@ -145,10 +139,11 @@ class HostConnections:
         asked = {host: next(self._questions) for host in questions}
         for host, number in asked.items():
             self.session.send(host, "ask", number=number, **questions[host])
-        came: list[DriverEvent] = []
+        came: list[HostEvent] = []
         while missing := [host for host, number in asked.items() if number not in self._answers]:
             came += self.pump(max(0.0, end_s - clock_s()))
-            reasons = {event.host: event.reason for event in came if isinstance(event, HostLost)}
+            lost = [event for event in came if event.message["do"] == "lost"]
+            reasons = {event.host: event.message["reason"] for event in lost}
             host = next((host for host in missing if host in reasons), missing[0])
             if host in reasons or clock_s() > end_s:
                 self._events = came
@@ -187,8 +182,8 @@ class HostConnections:
         for host, client in self._clients.items():
             client.send(self.session.to_send(host))
 
-    def _receive(self) -> list[DriverEvent]:
-        events: list[DriverEvent] = []
+    def _receive(self) -> list[HostEvent]:
+        events: list[HostEvent] = []
         for host, client in self._clients.items():
             is_agent = bool(client.protocol)
             data = client.read()
@@ -201,17 +196,17 @@ class HostConnections:
                     print(f"[{self.name(host)}] {printable(line)}", file=sys.stderr, flush=True)
         return events
 
-    def _is_for_others(self, event: DriverEvent) -> bool:
+    def _is_for_others(self, event: HostEvent) -> bool:
         """Return False for an event that is dealt with here."""
         match event:
-            case HostSpoke(host, {"do": "hello"} as message):
+            case HostEvent(host, {"do": "hello"} as message):
                 self.facts[host] = HostFacts.from_json(message["facts"])
-            case HostSpoke(_, {"do": "answer"} as message):
+            case HostEvent(_, {"do": "answer"} as message):
                 self._answers[message["number"]] = message
-            case HostSpoke(host, {"do": "out"} as message):
+            case HostEvent(host, {"do": "out"} as message):
                 rank = message["rank"] if self.hosts[host].count else None
                 self.printer.put(self.name(host), rank, message["stream"], message["text"])
-            case HostSpoke(_, {"do": "dropped"} as message):
+            case HostEvent(_, {"do": "dropped"} as message):
                 self.printer.note_dropped(message["lines"])
             case _:
                 return True

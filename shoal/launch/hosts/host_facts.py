@@ -8,19 +8,18 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import re
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from shoal.launch.hosts.addresses import local_addresses
-from shoal.launch.hosts.ssh_hosts import SshHost
+from shoal.launch.hosts.ssh_client import SshHost
 from shoal.platform.files import existing_directory
 from shoal.platform.interfaces import HostAddress
 from shoal.platform.processes import host_id
@@ -79,14 +78,9 @@ class HostFacts:
 
     @classmethod
     def from_json(cls, document: Any) -> HostFacts:
-        """Return the facts of `asdict`, after a way through JSON. Unknown fields are ignored.
-
-        Raises:
-            KeyError, TypeError: a field is missing.
-        """
-        values = {field.name: document[field.name] for field in fields(cls)}
-        values["addresses"] = tuple(HostAddress(**each) for each in values["addresses"])
-        return cls(**values)
+        """Return the facts of `asdict`, after a way through JSON."""
+        addresses = tuple(HostAddress(**each) for each in document["addresses"])
+        return cls(**{**document, "addresses": addresses})
 
 
 def collect_facts(request: FactsRequest) -> HostFacts:
@@ -107,18 +101,6 @@ def collect_facts(request: FactsRequest) -> HostFacts:
     )
 
 
-def working_directory() -> str:
-    """Return the working directory for the hosts, by the name that the user's shell gave it.
-
-    A home directory may be a symbolic link here and none there.
-    """
-    named = os.environ.get("PWD", "")
-    path = Path(named)
-    if path.is_absolute() and path.exists() and os.path.samefile(path, "."):
-        return named
-    return str(Path.cwd())
-
-
 @cache
 def source_digest() -> str:
     """Return a digest of the names and contents of Shoal's source files.
@@ -133,15 +115,10 @@ def source_digest() -> str:
 
 
 def _torch_version() -> str | None:
-    """Return the version in torch's own file: importlib.metadata would take ten times as long."""
-    spec = find_spec("torch")
-    if spec is None or spec.origin is None:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
         return None
-    with suppress(OSError):
-        text = Path(spec.origin).with_name("version.py").read_text()
-        if found := re.search(r"""^__version__ = ['"](.+)['"]""", text, re.MULTILINE):
-            return found[1]
-    return None
 
 
 def _can_write(request: FactsRequest) -> bool:

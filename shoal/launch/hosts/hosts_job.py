@@ -17,16 +17,15 @@ from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.environment import SERVER_HOSTS
 from shoal.launch.hosts.addresses import candidate_addresses, choose_address
-from shoal.launch.hosts.agent_protocol import clock_s
+from shoal.launch.hosts.agent_session import clock_s
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts, problems
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, placed
-from shoal.launch.hosts.ssh_client import UNRESOLVED
-from shoal.launch.hosts.ssh_hosts import SshHost
+from shoal.launch.hosts.ssh_client import UNRESOLVED, SshHost
 from shoal.launch.output import LinePrinter, print_note
 from shoal.launch.rank import EXIT_INTERRUPTED
 from shoal.launch.rank_info import LOOPBACK
-from shoal.launch.restarting import LocalJob, RestartingRun, Work
+from shoal.launch.restarting import RestartingRun, Work
 from shoal.watchdog.hang_limit import limit_of_ranks
 
 SERVER_HOST = "shoal.parameter_server.server_host"
@@ -62,17 +61,12 @@ class HostsOptions:
         return sum(host.count for host in self.hosts)
 
     @property
-    def with_ranks(self) -> list[SshHost]:
-        """The hosts that have ranks."""
-        return [host for host in self.hosts if host.count]
-
-    @property
     def with_servers(self) -> list[SshHost]:
         """The hosts that have parameter servers and no rank."""
         return [host for host in self.hosts if not host.count]
 
 
-class HostsJob(LocalJob):
+class HostsJob(Work):
     """The work of ranks on several hosts.
 
     Args:
@@ -82,7 +76,7 @@ class HostsJob(LocalJob):
     """
 
     def __init__(self, options: HostsOptions, work: Work, request: FactsRequest) -> None:
-        super().__init__(work)
+        super().__init__(**vars(work))
         self.options = options
         self.request = request
         self.secret = secrets.token_bytes(32)
@@ -127,9 +121,9 @@ class HostsJob(LocalJob):
         return super().problems(processes)
 
     def saved_step(self) -> int | None:
-        if self.work.saved_step is None or not self._slots():
+        if self.find_step is None or not self._slots():
             return None
-        function, arguments = self.work.saved_step
+        function, arguments = self.find_step
         question = {"question": "call", "function": function, "arguments": list(arguments)}
         first = min(self._slots())  # a host of servers alone need not see the run directory
         step: int | None = self.connections.ask({first: question}, ANSWER_S)[first]["value"]
@@ -152,9 +146,8 @@ class HostsJob(LocalJob):
             )
         members = [*(share.host for share in placement), *serving]
         addresses, port = find_meeting(self.connections, self.options.address, members)
-        work = self.work
-        arguments = list(work.arguments_of(again))
-        calls = [(share, work.target, arguments) for share in placement]
+        arguments = list(self.arguments_of(again))
+        calls = [(share, self.target, arguments) for share in placement]
         for index, host in enumerate(serving):
             # Numbered after the ranks, which are all that there is in their world.
             share = HostRanks(host, processes + index, 1)
@@ -174,7 +167,7 @@ class HostsJob(LocalJob):
             for share, target, arguments in calls
         }
         self.connections.session.start(starts, clock_s())
-        limit_s = limit_of_ranks(work.environment)
+        limit_s = limit_of_ranks(self.environment)
         return RemoteRanks(self.connections, placement, limit_s, serving)
 
     def available(self, processes: int, signals: socket) -> int:
@@ -229,7 +222,7 @@ class HostsJob(LocalJob):
             return False
         if self.options.with_servers and not self._serving():
             return False
-        if problems := self.work.problems(processes):
+        if problems := self.check(processes):
             print_note(f"{processes} processes cannot go on: {' '.join(problems)}")
             return False
         left = ", ".join(self.connections.name(host) for host in self._missing())

@@ -15,8 +15,8 @@ from typing import Any
 
 from shoal.errors import LaunchError
 from shoal.launch.failure import Failure, from_exit_code
-from shoal.launch.hosts.agent_protocol import Message, clock_s
-from shoal.launch.hosts.driver_session import DriverEvent, HostLost
+from shoal.launch.hosts.agent_session import Message, clock_s
+from shoal.launch.hosts.driver_session import HostEvent
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.output import print_note
 from shoal.launch.rank_set import RankEvent, RankExited, RankSet
@@ -161,9 +161,9 @@ class RemoteRanks(RankSet):
             rank.is_alive = False
         self.connections.printer.flush()
 
-    def _rank_events(self, event: DriverEvent) -> list[RankEvent]:
-        if isinstance(event, HostLost):
-            return self._on_lost(event.host, event.reason)
+    def _rank_events(self, event: HostEvent) -> list[RankEvent]:
+        if event.message["do"] == "lost":
+            return self._on_lost(event.host, event.message["reason"])
         message, has_servers = event.message, event.host in self.servers
         if message["do"] == "look" and not has_servers:
             self._looks[event.host] = received_look(message["look"])

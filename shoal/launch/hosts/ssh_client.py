@@ -9,6 +9,7 @@ the user has opened is used.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import re
 import shlex
@@ -16,11 +17,100 @@ import signal
 import subprocess
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import IO
 
 from shoal.errors import UsageError, printable
 from shoal.launch.failure import end_of_process
-from shoal.launch.hosts.agent_protocol import MARKER
+from shoal.launch.hosts.agent_session import MARKER
+
+# The user's ssh_config may put a host's name into a shell command (ProxyCommand ... %h), and ssh
+# takes what begins with '-' for an option.
+WORD = r"[\w.+%][\w.+%-]*"
+ENTRY = re.compile(
+    rf"(?P<user>{WORD}@)?(\[(?P<ipv6>[\w.:%-]*)\]|(?P<name>{WORD}))(:(?P<count>[1-9][0-9]{{0,3}}))?"
+)
+
+
+@dataclass(frozen=True)
+class SshHost:
+    """One host as the user named it.
+
+    Args:
+        name: given to ssh as its destination: an alias of ssh_config, a name, an address, each with
+            `user@` before it or not. An IPv6 address stands without brackets.
+        count: ranks to start there; 0 where it is for parameter servers alone.
+    """
+
+    name: str
+    count: int
+
+    def __str__(self) -> str:
+        user, at, host = self.name.rpartition("@")
+        host = f"[{host}]" if ":" in host else host
+        return f"{user}{at}{host}" + (f":{self.count}" if self.count else "")
+
+
+def parse_hosts(text: str) -> list[SshHost]:
+    """Return the hosts of a list such as `a:2,user@b:2,[fd00::1]:2,c`, in its order.
+
+    Raises:
+        UsageError: it names no host, one host twice, or something that is no host. It lists all
+            problems.
+    """
+    return _parsed("--hosts", text)
+
+
+def parse_server_hosts(text: str, hosts: Sequence[SshHost]) -> list[SshHost]:
+    """Return the hosts of a list for parameter servers alone, such as `a,user@b`.
+
+    Args: hosts: those of ranks.
+
+    Raises:
+        UsageError: as `parse_hosts`; or a host has ranks.
+    """
+    return [SshHost(host.name, 0) for host in _parsed("--server-hosts", text, hosts)]
+
+
+def _parsed(option: str, text: str, of_ranks: Sequence[SshHost] | None = None) -> list[SshHost]:
+    """Return the hosts of a list. Args: of_ranks: the hosts of ranks, for a list of servers."""
+    hosts: list[SshHost] = []
+    problems: list[str] = []
+    for entry in map(str.strip, text.split(",")):
+        host = _host(entry)
+        if host is None:
+            problems.append(
+                f"{printable(repr(entry))} is no host. Write HOST, HOST:RANKS or [ADDRESS]:RANKS "
+                "of an IPv6 address, with 1 to 9999 ranks; USER@ may stand before it"
+            )
+            continue
+        if any(other.name == host.name for other in hosts):
+            problems.append(f"{host.name} is named twice. Name it once")
+        if of_ranks is not None and host.count > 1:
+            problems.append(f"{host}: it has no ranks, so no number; --strategy says how many")
+        if host.name in [other.name for other in of_ranks or ()]:
+            problems.append(f"{host.name} has ranks, by --hosts. Name another host")
+        hosts.append(host)
+    if problems:
+        lines = [f"{option}: {problem}" for problem in problems]
+        raise UsageError("\n  ".join(["The hosts cannot be used:", *lines]))
+    return hosts
+
+
+def _host(entry: str) -> SshHost | None:
+    """Return the host of `[user@]name[:count]`; None for another text."""
+    match = ENTRY.fullmatch(entry)
+    if match is None:
+        return None
+    user, count = match["user"] or "", int(match["count"] or 1)
+    if match["ipv6"] is None:
+        return SshHost(user + match["name"], count)
+    with suppress(ValueError):
+        ipaddress.IPv6Address(match["ipv6"])
+        return SshHost(user + match["ipv6"], count)
+    return None
+
 
 MOST_NOISE_BYTES = 1 << 16
 KEPT_LINES = 20
@@ -37,10 +127,6 @@ UNRESOLVED = "could not resolve"  # in small letters, as OpenSSH says it of a na
 CURES = {
     "kex_exchange": "Too many clients at once? The server's MaxStartups limits them",
     UNRESOLVED: "Is the name right? An alias belongs into ~/.ssh/config",
-    "connection refused": "Is an ssh server running there, at that port?",
-    "timed out": "Is the host up, and does a firewall let ssh through?",
-    "no route to host": "Is the host up, and is this machine in its network?",
-    "network is unreachable": "Is the host up, and is this machine in its network?",
 }
 
 
@@ -205,11 +291,8 @@ def agent_command(
         ssh: the words of the client; those of `ssh_program` where it is None.
 
     Raises:
-        UsageError: ssh would take the host for an option, or a shell there would not find the
-            interpreter's path as it is.
+        UsageError: a shell there would not find the interpreter's path as it is.
     """
-    if not host or host.startswith("-"):
-        raise UsageError(f"'{host}' is no host: ssh would take it for an option.")
     options = {
         "BatchMode": "yes",
         "ControlMaster": "no",
@@ -236,19 +319,11 @@ def _remote_line(python: str) -> str:
     Python puts the directory in which `-m` is started in front of its path of modules, and a
     home directory may well have a clone named `shoal`: the agent starts in the root directory.
     """
-    problem = ""
-    if not python:
-        problem = "is empty"
-    elif UNQUOTABLE.search(python):
-        problem = "has a character that some login shells cannot be given: ' ! \\ or a control one"
-    elif "/" in python and not python.startswith("/"):
-        problem = "is relative, and a login shell starts in another directory"
-    elif python.startswith("-"):
-        problem = "begins with '-'"
-    if problem:
+    if UNQUOTABLE.search(python) or not re.match(r"/|[^-/][^/]*$", python):
         raise UsageError(
-            f"--python {printable(repr(python))} {problem}. Give an absolute path without such "
-            "characters; a symbolic link to the interpreter of the environment does."
+            f"--python {printable(repr(python))}: a login shell there would not find it. Give an "
+            "absolute path without ' ! \\ and control characters; a symbolic link to the "
+            "interpreter of the environment does."
         )
     return f"cd / && exec {shlex.quote(python)} -X utf8 -u -m shoal agent"
 

@@ -7,6 +7,7 @@ after `scancel`, and where Slurm requeues it anyway, it is not.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -82,43 +83,26 @@ echo "shoal: the job's script ends with exit code $code" >&2
 exit $code
 """
 TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
-WORD = re.compile(r"[\w.,:=/@+-]+")
-"""A value that needs no quotes in a batch script."""
 SINFO_LIMIT_S = 20
 NOTICE_S = 120
 """Seconds from the signal to the time limit, in which ranks finish their step and save."""
-OWN = {
-    "nodes": "--nodes",
-    "ntasks-per-node": "--ntasks-per-node",
-    "ntasks": "--nodes and --ntasks-per-node",
-    "time": "--time",
-    "partition": "--partition",
-}
-"""Options of sbatch that Shoal's command has itself."""
 WAIT_S = 600
 """Seconds that ranks have to end in, and to save, after the first one has ended."""
 FIXED = {
-    **dict.fromkeys(
-        ("output", "error", "open-mode"),
-        "one log has all starts of the job, where the command is given",
-    ),
-    **dict.fromkeys(("requeue", "no-requeue"), "--requeues 0 turns it off"),
-    "signal": "it makes the ranks save before the time limit",
-    "array": "one command is one job",
-    **dict.fromkeys(("clusters", "wrap", "wait"), "one job is submitted, here and now"),
-    **dict.fromkeys(("parsable", "test-only", "hold"), "one job is submitted, here and now"),
-    "chdir": "the job runs where it is submitted",
+    *("nodes", "ntasks-per-node", "ntasks", "time", "partition", "output", "error", "open-mode"),
+    *("requeue", "no-requeue", "signal", "array", "clusters", "wrap", "wait", "parsable"),
+    *("test-only", "hold", "chdir"),
 }
-"""Options of sbatch that the batch script decides, each with the reason."""
+"""Options of sbatch that Shoal's command has itself, or on which the batch script relies."""
 
 
 def render(
-    options: SlurmOptions, work: ClusterWork, python: str, directory: str, command: str
+    options: argparse.Namespace, work: ClusterWork, python: str, directory: str, command: str
 ) -> str:
     """Return the batch script.
 
     Args:
-        options: without problems.
+        options: of the command, without problems.
         work: of each rank.
         python: the interpreter on the nodes.
         directory: where the ranks run.
@@ -126,7 +110,7 @@ def render(
     """
     lines = [
         "#!/bin/bash",
-        *(f"#SBATCH {option}" for option in _sbatch_options(options)),
+        *(f"#SBATCH {option}" for option in _sbatch_options(options, work.name)),
         f"# Written by: {command}",
         f"cd -- {shlex.quote(directory)} || exit 1",
         "export PYTHONUNBUFFERED=1",
@@ -136,7 +120,8 @@ def render(
     ]
     parts = [FIRST_NODE]
     if work.output is not None:
-        parts.append(WORLD.format(world=options.ranks, local_world=options.ranks_per_node))
+        local_world = options.ntasks_per_node
+        parts.append(WORLD.format(world=options.nodes * local_world, local_world=local_world))
     parts.append(BODY.format(srun=_srun(options, work, python)))
     if work.restarts:
         parts.append(RESTARTS.format(restarts=work.restarts))
@@ -145,25 +130,26 @@ def render(
     return "\n".join(lines) + "\n" + "".join(parts)
 
 
-def _sbatch_options(options: SlurmOptions) -> Iterator[str]:
-    yield f"--job-name={options.name}"
+def _sbatch_options(options: argparse.Namespace, name: str) -> Iterator[str]:
+    yield f"--job-name={name}"
     yield f"--nodes={options.nodes}"
-    yield f"--ntasks-per-node={options.ranks_per_node}"
+    yield f"--ntasks-per-node={options.ntasks_per_node}"
     values = {"time": options.time, "partition": options.partition}
-    yield from (f"--{name}={value}" for name, value in values.items() if value is not None)
-    yield f"--signal=TERM@{options.notice_s()}"
+    given = {name: value for name, value in values.items() if value is not None}
+    yield from (f"--{name}={shlex.quote(value)}" for name, value in given.items())
+    yield f"--signal=TERM@{notice_s(options.time)}"
     yield "--requeue" if options.requeues else "--no-requeue"
     yield "--open-mode=append"
-    yield f"--output={log_name(options, '%j')}"
-    for option in options.more:
+    yield f"--output={name}-%j.out"
+    for option in options.sbatch_option:
         name, equals, value = option.partition("=")
         yield f"--{name}={shlex.quote(value)}" if equals else f"--{name}"
 
 
-def _srun(options: SlurmOptions, work: ClusterWork, python: str) -> str:
+def _srun(options: argparse.Namespace, work: ClusterWork, python: str) -> str:
     # The first rank that ends with 75 must not end those that still save, whatever the cluster's
     # KillOnBadExit says.
-    words = ["srun", f"--ntasks={options.ranks}", "--kill-on-bad-exit=0"]
+    words = ["srun", f"--ntasks={options.nodes * options.ntasks_per_node}", "--kill-on-bad-exit=0"]
     if work.output == "first":
         words += ["--output=0", "--error=all"]
     elif work.output == "all":
@@ -178,74 +164,36 @@ def remark(words: list[str]) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in shlex.join(words))
 
 
-def log_name(options: SlurmOptions, job: str) -> str:
-    """Return the name of a job's log."""
-    return f"{options.name}-{job}.out"
-
-
-@dataclass(frozen=True)
-class SlurmOptions:
-    """A job's size and limits. A value of None is left to the cluster.
-
-    Args:
-        nodes: the number of nodes, >= 1.
-        ranks_per_node: tasks on each node, >= 1; each task is one rank.
-        time: the time limit in one of sbatch's forms, such as 04:00:00.
-        partition: the partition, or several with commas.
-        name: of the experiment or script, of which the names of job and log are made.
-        more: further options of sbatch, `name=value` or `name` each.
-        requeues: how often the job is put back into the queue after it has saved.
-    """
-
-    nodes: int
-    ranks_per_node: int
-    time: str | None
-    partition: str | None
-    name: str
-    more: tuple[str, ...]
-    requeues: int
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-    def problems(self) -> Iterator[str]:
-        """Yield a line for each value that sbatch would not understand."""
-        if self.time is not None and TIME.fullmatch(self.time) is None:
+def problems(options: argparse.Namespace) -> Iterator[str]:
+    """Yield a line for each value that sbatch would not understand."""
+    if options.time is not None and TIME.fullmatch(options.time) is None:
+        yield (
+            f"--time {options.time}: no time limit. Minutes, MM:SS, HH:MM:SS or D-HH:MM:SS, for "
+            "example --time 04:00:00"
+        )
+    for option in options.sbatch_option:
+        name = option.partition("=")[0]
+        if not re.fullmatch(r"[a-z][a-z-]+", name) or not option.isprintable():
             yield (
-                f"--time {self.time}: no time limit. Minutes, MM:SS, HH:MM:SS or D-HH:MM:SS, for "
-                "example --time 04:00:00"
+                f"--sbatch-option '{option}': give the long name of an option of sbatch and its "
+                "value, for example --sbatch-option=constraint=a100"
             )
-        if self.partition is not None and WORD.fullmatch(self.partition) is None:
-            yield f"--partition '{self.partition}': use letters, digits and . , : = / @ + - alone"
-        for option in self.more:
-            yield from _option_problems(option)
-        names = [option.partition("=")[0] for option in self.more]
-        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-            yield f"--sbatch-option {name}: is given twice, and sbatch takes the last; keep one"
+        elif name in FIXED:
+            yield (
+                f"--sbatch-option '{option}': the batch script relies on its own {name}. "
+                "--nodes, --ntasks-per-node, --time, --partition and --requeues change it"
+            )
 
-    def notice_s(self) -> int:
-        """Return the seconds before the time limit at which ranks get SIGTERM."""
-        limit = _seconds(self.time) if self.time is not None else 0
-        return NOTICE_S if limit == 0 else max(10, min(NOTICE_S, limit // 4))
+
+def notice_s(time: str | None) -> int:
+    """Return the seconds before a time limit of sbatch's at which ranks get SIGTERM."""
+    limit = _seconds(time) if time is not None else 0
+    return NOTICE_S if limit == 0 else max(10, min(NOTICE_S, limit // 4))
 
 
 def default_name(name: str) -> str:
     """Return a job's name for an experiment or a script: its unusual characters become `-`."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:64] or "shoal"
-
-
-def _option_problems(option: str) -> Iterator[str]:
-    name = option.partition("=")[0]
-    if not re.fullmatch(r"[a-z][a-z-]+", name) or not option.isprintable():
-        yield (
-            f"--sbatch-option '{option}': give the long name of an option of sbatch and its value, "
-            "for example --sbatch-option=constraint=a100"
-        )
-    elif name in OWN:
-        yield f"--sbatch-option '{option}': give {OWN[name]} to this command itself"
-    elif name in FIXED:
-        yield f"--sbatch-option '{option}': the batch script sets {name} itself ({FIXED[name]})"
 
 
 def _seconds(time: str) -> int:
@@ -266,7 +214,7 @@ class ClusterWork:
     """The work of one rank, which is the same for all of them.
 
     Args:
-        name: the experiment's or the script's, from which the job's name is made.
+        name: of the job and its log, see `default_name`.
         words: the words after the interpreter. They begin with a script or with `-m`.
         environment: further variables for the ranks; no secrets, for anybody may read a job.
         output: the outputs that the user sees of a script, which may know only RANK, WORLD_SIZE and
@@ -281,7 +229,7 @@ class ClusterWork:
     restarts: int
 
 
-def missing(options: SlurmOptions) -> list[str]:
+def missing(options: argparse.Namespace) -> list[str]:
     """Return a line if Slurm is not there, the partition is none, or has fewer nodes than the job.
 
     sbatch may let a job without nodes wait for ever.

@@ -1,4 +1,0 @@
-"""`--slurm`: one batch script and its submission.
-
-The ranks of the job are tasks of `srun`, which `slurm.variables` reads.
-"""
