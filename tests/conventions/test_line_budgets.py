@@ -32,7 +32,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 240,
     "shoal/trace": 720,
     "shoal/train": 3_280,
-    "shoal/trial": 3_300,
+    "shoal/trial": 3_310,
     "shoal/verification": 3_560,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
