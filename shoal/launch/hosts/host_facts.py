@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -78,9 +78,10 @@ class HostFacts:
 
     @classmethod
     def from_json(cls, document: Any) -> HostFacts:
-        """Return the facts of `asdict`, after a way through JSON."""
-        addresses = tuple(HostAddress(**each) for each in document["addresses"])
-        return cls(**{**document, "addresses": addresses})
+        """Return the facts of `asdict`, after a way through JSON. Unknown fields are ignored."""
+        values = {field.name: document[field.name] for field in fields(cls)}
+        addresses = tuple(HostAddress(**each) for each in values["addresses"])
+        return cls(**{**values, "addresses": addresses})
 
 
 def collect_facts(request: FactsRequest) -> HostFacts:

@@ -127,6 +127,10 @@ UNRESOLVED = "could not resolve"  # in small letters, as OpenSSH says it of a na
 CURES = {
     "kex_exchange": "Too many clients at once? The server's MaxStartups limits them",
     UNRESOLVED: "Is the name right? An alias belongs into ~/.ssh/config",
+    "connection refused": "Is an ssh server running there, at that port?",
+    "timed out": "Is the host up, and does a firewall let ssh through?",
+    "no route to host": "Is the host up, and is this machine in its network?",
+    "network is unreachable": "Is the host up, and is this machine in its network?",
 }
 
 
