@@ -192,7 +192,9 @@ def without(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
 def _given(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
     values: dict[str, Any] = vars(options)
     return [
-        f"--{name}" for name in names if values[name.replace("-", "_")] not in (None, [], False)
+        "-n" if name == "processes" else f"--{name}"
+        for name in names
+        if values[name.replace("-", "_")] not in (None, [], False)
     ]
 
 

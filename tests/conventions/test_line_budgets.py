@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_680,
     "shoal/cli": 2_790,
-    "shoal/comm": 2_900,
+    "shoal/comm": 2_910,
     "shoal/config": 1_800,
     "shoal/costs": 2_020,
     "shoal/data": 3_260,

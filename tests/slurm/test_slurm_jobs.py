@@ -252,7 +252,7 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
     status, _, err = shoal(capsys, "launch", *words, *more, *wrong)
     assert status == 2
     for part in (
-        "--processes, --hang-limit: not with --slurm",
+        "-n, --hang-limit: not with --slurm",
         "there is no script missing.py",
         "--time soon: no time limit",
         "--sbatch-option 'nodes=3': the batch script relies on its own nodes",

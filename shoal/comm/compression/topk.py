@@ -14,6 +14,8 @@ from shoal.comm.compression.base import read, write
 from shoal.comm.compression.error_feedback import add_residual
 from shoal.errors import UsageError
 
+MAX_COUNT = 2**31 - 1
+"""The largest number of elements whose indices fit in 32 bits."""
 STRIDE = 61
 """The stride of the sample from which the threshold is guessed; a prime, so that the sample does
 not lie in one column of a matrix.
@@ -41,7 +43,15 @@ class TopK:
     keeps_error: ClassVar[bool] = True
 
     def num_selected(self, count: int) -> int:
-        """Return how many of `count` elements a message holds: at least one, rounded up."""
+        """Return how many of `count` elements a message holds: at least one, rounded up.
+
+        Raises: UsageError: `count` is above MAX_COUNT.
+        """
+        if count > MAX_COUNT:
+            raise UsageError(
+                f"topk names places by 32 bits; cut {count:,} numbers in parts of at most "
+                f"{MAX_COUNT:,}."
+            )
         # Exact arithmetic: with floats, 0.07 * 100 is a little more than 7.
         return min(count, max(1, math.ceil(Fraction(str(self.fraction)) * count)))
 

@@ -97,3 +97,11 @@ def test_indices_that_do_not_ascend_within_the_gradient_are_refused(indices: lis
     message[8:] = torch.tensor(indices, dtype=torch.int32).view(torch.uint8)
     with pytest.raises(UsageError, match="do not ascend from 0 to 4"):
         TopK(0.4).decode(message, 5, torch.float32)
+
+
+def test_more_numbers_than_32_bits_can_name_are_refused() -> None:
+    assert TopK(0.01).size_bytes(2**31 - 1, torch.float32) == 21_474_837 * 8
+    with pytest.raises(
+        UsageError, match="cut 2,147,483,648 numbers in parts of at most 2,147,483,647"
+    ):
+        TopK(0.01).size_bytes(2**31, torch.float32)
