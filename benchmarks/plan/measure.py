@@ -2,8 +2,8 @@
 bench-plan`, when predictions.json is committed.
 
 Rounds go through all cases, so that a slow minute of the machine meets all of them alike;
-result.json has the least of each round. Beside the time of the clock stands the processor time of
-the ranks, which other programs do not lengthen.
+result.json has a low step of each round: see `low_and_spread`. Beside the time of the clock stands
+the processor time of the ranks, which other programs do not lengthen.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from benchmarks.plan.cases import (
     samples_of,
 )
 from benchmarks.report_page import circumstances, write_result
+from shoal.costs.machine import low_and_spread
 from shoal.errors import LaunchError, StrategyRefused
 from shoal.run.supervised import supervised
 from shoal.testing import world
@@ -118,7 +119,7 @@ def main() -> None:
             if only not in case.strategy:
                 continue
             entry["rounds"].append(_round(case))
-            print(number, case.label, entry["rounds"][-1].get("least_s"), flush=True)
+            print(number, case.label, entry["rounds"][-1].get("low_s"), flush=True)
             result["cases"] = entries
             write_result(RESULT, result)
 
@@ -137,11 +138,11 @@ def _round(case: PlannedCase) -> dict[str, Any]:
     cpu = [*zip(*(rank["cpu_s"] for rank in ranks), strict=True)]
     fullest = max(ranks, key=lambda rank: rank["peak_bytes"])
     return {
-        "least_s": min(steps),
+        "low_s": low_and_spread(steps)[0],
         "median_s": sorted(steps)[len(steps) // 2],
         "steps": len(steps),
-        "cpu_slowest_s": min(map(max, cpu)),
-        "cpu_sum_s": min(map(sum, cpu)),
+        "cpu_slowest_s": low_and_spread([*map(max, cpu)])[0],
+        "cpu_sum_s": low_and_spread([*map(sum, cpu)])[0],
         **{name: fullest[name] for name in ("peak_bytes", "parameters", "optimizer")},
     }
 

@@ -78,7 +78,7 @@ def _time(case: tuple[dict[str, Any], dict[str, Any]]) -> Compared | None:
         measured = shared / prediction["ranks"]
     else:
         measured = max(measured, shared / CORES)
-    ranked = prediction["latest_s"], min(_rounds(found, "least_s"))
+    ranked = prediction["latest_s"], min(_rounds(found, "low_s"))
     return Compared(_label(prediction), prediction["model"], predicted, measured, *ranked)
 
 

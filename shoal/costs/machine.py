@@ -65,8 +65,6 @@ class Compute:
         forward_op_s, backward_op_s, step_op_s: seconds that an operation costs whatever its size:
             in a module's forward pass, in the backward pass, in an optimizer.
         step_s: seconds of a step of Shoal around all operations.
-        whole_step: seconds of a step's operations over those of each by itself, again and again: in
-            a step they find caches cold.
         float32: kind of operation -> share of its rate with numbers of more than 16 bits, where the
             curves are of 16 bits. {}: of all alike.
         overheads: seconds that engines in Python take beside operations, by what they do: see
@@ -80,9 +78,38 @@ class Compute:
     backward_op_s: float
     step_op_s: float
     step_s: float
-    whole_step: float = 1.0
     float32: Mapping[str, float] = field(default_factory=dict)
     overheads: Mapping[str, float] = field(default_factory=dict)
+
+    def or_faster(self, other: Compute) -> Compute:
+        """Return the faster of both speeds, one by one."""
+
+        def faster(mine: SpeedCurve, others: SpeedCurve) -> SpeedCurve:
+            pairs = zip(mine.points, others.points, strict=True)
+            return SpeedCurve(tuple(max(pair, key=lambda point: point.value) for pair in pairs))
+
+        return replace(
+            self,
+            matmul=faster(self.matmul, other.matmul),
+            conv=faster(self.conv, other.conv),
+            memory=faster(self.memory, other.memory),
+            forward_op_s=min(self.forward_op_s, other.forward_op_s),
+            backward_op_s=min(self.backward_op_s, other.backward_op_s),
+            step_op_s=min(self.step_op_s, other.step_op_s),
+            step_s=min(self.step_s, other.step_s),
+        )
+
+    def slower(self, factor: float) -> Compute:
+        """Return the speeds where everything but optimizers takes `factor` times as long."""
+        return replace(
+            self,
+            matmul=self.matmul.scaled(1 / factor),
+            conv=self.conv.scaled(1 / factor),
+            memory=self.memory.scaled(1 / factor),
+            forward_op_s=self.forward_op_s * factor,
+            backward_op_s=self.backward_op_s * factor,
+            step_s=self.step_s * factor,
+        )
 
     def overhead_s(self, around: Sequence[tuple[str, float]]) -> float:
         """Return the seconds of things that engines do.
@@ -309,7 +336,12 @@ UNKNOWN_CPU = Machine(
 """A CPU of which nothing is known."""
 
 
-def least_and_spread(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the least of some samples, and how far their median lies above it, relative to it."""
+def low_and_spread(samples: Sequence[float]) -> tuple[float, float]:
+    """Return a low sample, and how far their median lies above it, relative to it.
+
+    One of twelve is lower. Not the least: a virtual machine takes time that it did not have off a
+    later sample, which is too short then, down to 0.
+    """
     ordered = sorted(samples)
-    return ordered[0], ordered[len(ordered) // 2] / ordered[0] - 1
+    low = ordered[len(ordered) // 12]
+    return low, ordered[len(ordered) // 2] / low - 1

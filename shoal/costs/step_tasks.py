@@ -55,7 +55,6 @@ class SegmentTimer:
     def __init__(self, machine: Machine, ranks: int) -> None:
         self.speeds: Compute = machine.compute_of(ranks)
         self.crowding = machine.crowding(ranks)
-        self.slowdown = self.crowding * self.speeds.whole_step
         self._known: dict[tuple[int, float, float], tuple[float, float]] = {}
         self._alive: list[SegmentWork] = []
 
@@ -74,7 +73,7 @@ class SegmentTimer:
             backward = sum(
                 speeds.op_s(op, samples, share, speeds.backward_op_s) for op in work.backward
             )
-            self._known[key] = (forward * self.slowdown, backward * self.slowdown)
+            self._known[key] = (forward * self.crowding, backward * self.crowding)
         return self._known[key]
 
     def optimizer(self, step: StepCost) -> float:
@@ -83,7 +82,7 @@ class SegmentTimer:
         share = step.optimizer_share
         if not share:
             return 0.0
-        return self.slowdown * sum(
+        return self.crowding * sum(
             speeds.op_s(op, 0, share, speeds.step_op_s) for op in step.model.optimizer
         )
 

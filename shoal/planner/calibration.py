@@ -16,13 +16,14 @@ More ranks than cores take turns, which the plan adds.
 
 from __future__ import annotations
 
-import copy
+import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from statistics import geometric_mean
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from shoal.costs.machine import (
     Machine,
     Point,
     SpeedCurve,
-    least_and_spread,
+    low_and_spread,
 )
 from shoal.costs.network import Network
 from shoal.costs.step_tasks import SegmentTimer, least_seconds
@@ -50,12 +51,15 @@ from shoal.platform.cgroups import usable_cores
 from shoal.testing import world
 
 MATMUL_SIDES = (16, 32, 64, 128, 256, 512, 1024)
-CONV_SHAPES = ((8, 16, 8), (8, 32, 16), (16, 32, 32), (16, 64, 32), (32, 128, 32))
+CONV_SHAPES = ((8, 16, 8), (8, 32, 16), (16, 32, 32), (16, 64, 32))
 """(batch, channels in and out, side of the image) of 3x3 convolutions."""
-MEMORY_BYTES = tuple(1 << power for power in range(12, 27, 2))
+MEMORY_BYTES = 1 << 26
+"""Of three arrays, more than caches hold: in a step, operations find what they read in none."""
 COLLECTIVE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
-BUDGET_S = 0.08
-"""Seconds for each point of a curve."""
+BUDGET_S, ROUNDS = 0.08, 8
+"""Seconds for each point of a curve, and the rounds that share them."""
+STEPS_S = 0.6
+"""Processor seconds of the steps of one case."""
 
 
 MOST_RANKS = 8
@@ -88,12 +92,17 @@ def calibrate(announce: Callable[[str], None] = print) -> Machine:
         start_s = time.perf_counter()
         measured = world.run(ranks, _measure_rank, timeout_s=300.0)
         collectives |= measured[0]["collectives"]
-        speeds = measured[0]["compute"]
+        slowest = max(measured, key=lambda rank: sum(map(sum, rank["phases"])))
+        speeds = in_steps(slowest["curves"], slowest["phases"])
         now = replace(this, compute={ranks: speeds}, collectives=collectives)
         compute[ranks] = _with_engines(speeds, now, ranks)
         overlap = max(overlap, measured[0]["overlap"]) if ranks == 2 else overlap
         took_s = time.perf_counter() - start_s
         announce(f"{ranks} rank{'s' if ranks > 1 else ''} at once: measured in {took_s:.0f} s")
+    # Fewer ranks are not slower than more: where they seem so, other programs have run meanwhile.
+    for few, many in reversed([*pairwise(compute)]):
+        if few > 1:  # one rank has more threads
+            compute[few] = compute[few].or_faster(compute[many])
     return replace(
         this,
         compute=compute,
@@ -138,13 +147,22 @@ def _server_rate(compute: dict[int, Compute]) -> float:
     return compute[most].memory.points[-1].value / 9
 
 
+Sampler = Callable[[], Sequence[float]]
+"""Takes one sample: the seconds of each of its parts."""
+
+
 def _measure_rank() -> dict[str, Any]:
     """Measure on one rank, at the same time as all others. Collective."""
-    matmul = SpeedCurve(tuple(_matmul_point(side) for side in MATMUL_SIDES))
-    conv = SpeedCurve(tuple(sorted(_conv_point(*shape) for shape in CONV_SHAPES)))
-    memory = SpeedCurve(tuple(_memory_point(size) for size in MEMORY_BYTES))
-    forward_s, backward_s, step_op_s = _op_overheads()
-    speeds = Compute(matmul, conv, memory, forward_s, backward_s, step_op_s, step_s=0.0)
+    samplers: list[Sampler] = [
+        *map(_matmul, MATMUL_SIDES),
+        *(_conv(*shape) for shape in CONV_SHAPES),
+        _addition(MEMORY_BYTES),
+        *map(_phases, NETWORKS),
+    ]
+    seconds = iter(_seconds_of(samplers))
+    matmul = [_rate(2.0 * side**3, *next(seconds)[0]) for side in MATMUL_SIDES]
+    conv = [_rate(_conv_flops(*shape), *next(seconds)[0], passes=3) for shape in CONV_SHAPES]
+    memory = [_rate(MEMORY_BYTES, *next(seconds)[0])]
     ranks = dist.get_world_size()
     collectives = {}
     if ranks > 1:
@@ -152,101 +170,96 @@ def _measure_rank() -> dict[str, Any]:
             points = tuple(_collective_point(kind, size) for size in COLLECTIVE_BYTES)
             collectives[f"shoal/{kind}/{ranks}"] = SpeedCurve(points)
     return {
-        "compute": speeds,
+        "curves": [SpeedCurve(tuple(sorted(points))) for points in (matmul, conv, memory)],
+        "phases": [[s for s, _ in parts] for parts in seconds],
         "collectives": collectives,
         "overlap": _overlap_slowdown() if ranks > 1 else 1.0,
     }
 
 
-def _timed(
-    run: Callable[[], Any], budget_s: float = BUDGET_S, is_small: bool = False
-) -> tuple[float, float]:
-    """Return the least seconds of a call and their spread, from about `budget_s` of calls.
+def _seconds_of(samplers: Sequence[Sampler]) -> list[list[tuple[float, float]]]:
+    """Return the seconds of each part of each sampler, and their spread.
 
-    Args: is_small: torch uses one thread for it, however many there are.
+    Samplers take turns for `ROUNDS` rounds: a neighbour of a virtual machine slows some rounds, and
+    not one sampler.
     """
-    uses_one_thread = is_small or torch.get_num_threads() == 1
-    clock = time.process_time if uses_one_thread else time.perf_counter
+    samples: list[list[Sequence[float]]] = [[] for _ in samplers]
+    for number, sampler in itertools.product(range(ROUNDS), range(len(samplers))):
+        samplers[sampler]()
+        end_s, enough = time.perf_counter() + BUDGET_S / ROUNDS, 3 * (number + 1)
+        while len(samples[sampler]) < enough or time.perf_counter() < end_s:
+            samples[sampler].append(samplers[sampler]())
+    return [[low_and_spread(part) for part in zip(*each, strict=True)] for each in samples]
+
+
+def _clock() -> Callable[[], float]:
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def _calls(run: Callable[[], Any]) -> Sampler:
+    """Return a sampler of a call, of so many together that the clock costs little."""
+    clock = _clock()
     run()
     start_s = clock()
     run()
-    once_s = max(clock() - start_s, 1e-7)
-    inner = max(1, int(2e-4 / once_s))  # a clock costs a microsecond
-    samples: list[float] = []
-    end_s = time.perf_counter() + budget_s
-    while len(samples) < 5 or (time.perf_counter() < end_s and len(samples) < 100):
+    number = max(1, int(2e-4 / max(clock() - start_s, 1e-6)))
+
+    def sample() -> Sequence[float]:
         start_s = clock()
-        for _ in range(inner):
+        for _ in range(number):
             run()
-        samples.append((clock() - start_s) / inner)
-    return least_and_spread(samples)
+        return ((clock() - start_s) / number,)
+
+    return sample
 
 
-def _matmul_point(side: int) -> Point:
+def _rate(work: float, seconds: float, spread: float, passes: int = 1) -> Point:
+    return Point(float(work), passes * work / seconds, spread)
+
+
+def _matmul(side: int) -> Sampler:
     a, b = torch.randn(side, side), torch.randn(side, side)
     out = torch.empty(side, side)
-    seconds, spread = _timed(lambda: torch.mm(a, b, out=out))
-    flops = 2.0 * side**3
-    return Point(flops, flops / seconds, spread)
+    return _calls(lambda: torch.mm(a, b, out=out))
 
 
-def _conv_point(batch: int, channels: int, side: int) -> Point:
-    """Measure a convolution forward and backward; return their common rate."""
+def _conv(batch: int, channels: int, side: int) -> Sampler:
+    """Return a sampler of a convolution forward and backward."""
     layer = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
     images = torch.randn(batch, channels, side, side, requires_grad=True)
     gradient = torch.ones(batch, channels, side, side)
-
-    def run() -> None:
-        layer(images).backward(gradient)
-
-    seconds, spread = _timed(run)
-    flops = 2.0 * batch * channels * channels * 9 * side * side
-    return Point(flops, 3 * flops / seconds, spread)
+    return _calls(lambda: layer(images).backward(gradient))
 
 
-def _memory_point(size_bytes: int) -> Point:
-    """Measure an addition: two arrays read, one written."""
+def _conv_flops(batch: int, channels: int, side: int) -> float:
+    return 2.0 * batch * channels * channels * 9 * side * side
+
+
+def _addition(size_bytes: int) -> Sampler:
+    """Return a sampler of an addition: two arrays read, one written."""
     numel = max(size_bytes // 12, 1)
     a, b, out = torch.randn(numel), torch.randn(numel), torch.empty(numel)
-    tiny = torch.zeros(1)
-    overhead_s, _ = _timed(lambda: torch.add(tiny, tiny, out=tiny), BUDGET_S / 4)
-    seconds, spread = _timed(lambda: torch.add(a, b, out=out))
-    return Point(float(size_bytes), size_bytes / max(seconds - overhead_s, seconds * 0.05), spread)
+    return _calls(lambda: torch.add(a, b, out=out))
 
 
-def _op_overheads() -> tuple[float, float, float]:
-    """Return the seconds that an operation costs whatever its size.
+def _phases(case: MakeStep) -> Sampler:
+    """Return a sampler of a step's forward pass, backward pass and optimizer step, all of torch."""
+    model, batch, optimizer_class = case()
+    optimizer: Any = optimizer_class(model.parameters(), lr=0.0)  # type: ignore[call-arg]
+    clock = _clock()
 
-    Layers of eight numbers compute nothing, so their time over the number of operations, as the
-    planner counts them, is what an operation costs: in a module's forward pass, in the backward
-    pass, in an optimizer.
-    """
-    layers = (nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))
-    model = nn.Sequential(*(layer for _ in range(12) for layer in copy.deepcopy(layers)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.zeros(2, 8)
+    def sample() -> Sequence[float]:
+        times_s = [clock()]
+        loss = _loss(model, batch)
+        times_s.append(clock())
+        loss.backward()
+        times_s.append(clock())
+        optimizer.step()
+        times_s.append(clock())
+        optimizer.zero_grad()
+        return [end_s - start_s for start_s, end_s in pairwise(times_s)]
 
-    def forward() -> Tensor:
-        return model(x).sum()  # type: ignore[no-any-return]
-
-    work = trace_model(
-        model,
-        lambda x: model(x).sum(),
-        lambda module: torch.optim.AdamW(module.parameters()),
-        (x,),
-    )
-    forward_s, _ = _timed(forward, is_small=True)
-    both_s, _ = _timed(lambda: forward().backward(), is_small=True)
-    step_s, _ = _timed(optimizer.step, is_small=True)
-    counts = [
-        sum(op.number * (VIEW_SHARE if op.kind == "view" else 1.0) for op in ops)
-        for ops in (
-            [op for segment in work.segments for op in segment.forward],
-            [op for segment in work.segments for op in segment.backward],
-            work.optimizer,
-        )
-    ]
-    return forward_s / counts[0], max(both_s - forward_s, 0.0) / counts[1], step_s / counts[2]
+    return sample
 
 
 class _TinyBlock(nn.Module):
@@ -271,13 +284,18 @@ Step = tuple[nn.Module, Tensor, type[torch.optim.Optimizer]]
 def tiny_blocks(blocks: int, layers: int = 1) -> Step:
     """Return a step whose operations cost little beside what a strategy does around them."""
     model = nn.Sequential(*(_TinyBlock(layers) for _ in range(blocks)))
-    return model, torch.zeros(32, 8), torch.optim.SGD
+    return model, torch.randn(32, 8), torch.optim.SGD
 
 
-def network(name: str, options: dict[str, Any], samples: Tensor) -> Step:
-    """Return a step of a network of `shoal.models`: its operations find caches cold."""
-    model = build(name, 32, tuple(samples.shape[1:]), options)
-    return model, samples, torch.optim.AdamW
+def network(name: str, options: dict[str, Any], shape: tuple[int, ...]) -> Step:
+    """Return a step of a network of `shoal.models`: its operations find caches cold.
+
+    Args: shape: of a batch. It is random: gradients of zeros are denormal numbers, which are slow.
+    """
+    model = build(name, 32, shape[1:], options)
+    is_text = len(shape) == 2
+    batch = torch.randint(32, shape) if is_text else torch.randn(shape)
+    return model, batch, torch.optim.AdamW
 
 
 MakeStep = Callable[[], Step]
@@ -289,45 +307,52 @@ ENGINES: Mapping[tuple[str, ...], tuple[str, Sequence[MakeStep]]] = {
     ),
     ("pipeline pass", "pipeline unit"): (
         "pipeline={ranks}",
-        (partial(tiny_blocks, 8), partial(tiny_blocks, 24)),
+        (partial(tiny_blocks, 8), partial(tiny_blocks, 16)),
     ),
     ("tensor sum",): ("tensor={ranks}", (partial(tiny_blocks, 8, layers=2),)),
 }
 """Names of `Compute.overheads`, as strategies' `cost` uses them -> steps that tell them apart."""
-WHOLE: Sequence[MakeStep] = (
-    partial(network, "mlp", {"hidden": [512, 256]}, torch.zeros(24, 1, 20, 20)),
-    partial(network, "residual_cnn", {"widths": [24, 48]}, torch.zeros(12, 3, 12, 12)),
+NETWORKS: Sequence[MakeStep] = (
+    partial(tiny_blocks, 4, layers=6),
+    partial(network, "mlp", {"hidden": [512, 256]}, (24, 1, 20, 20)),
+    partial(network, "mlp", {"hidden": [256] * 4}, (200, 1, 10, 10)),
+    partial(network, "residual_cnn", {"widths": [24, 48]}, (12, 3, 12, 12)),
+    partial(network, "residual_cnn", {"widths": [8, 16, 32]}, (8, 3, 20, 20)),
+    partial(network, "lstm", {"width": 96, "layers": 2}, (12, 12)),
+    partial(network, "gpt", {"width": 96, "layers": 2, "heads": 3}, (6, 48)),
     partial(
         network,
         "gpt",
-        {"width": 96, "layers": 2, "heads": 3},
-        torch.zeros(6, 48, dtype=torch.long),
+        {"width": 192, "layers": 3, "heads": 6},
+        (4, 32),
     ),
 )
+"""Networks whose steps tell how long operations take where they find caches cold."""
 
 
-def _steps_of(strategy: str, cases: Sequence[MakeStep]) -> list[float]:
-    """Return the processor seconds of a step of each case. Collective."""
-    return [_step_of(strategy, case) for case in cases]
-
-
-def _step_of(strategy: str, case: MakeStep) -> float:
-    """Return the processor seconds of a step. Collective."""
+def _step_of(strategy: str, case: MakeStep) -> tuple[float, float]:
+    """Return the processor seconds of a step, and of the same step by torch alone. Collective."""
     run = shoal.init(strategy, announce=lambda _: None)
     torch.manual_seed(0)
     model, batch, optimizer_class = case()
     optimizer: Any = optimizer_class(model.parameters(), lr=0.0)  # type: ignore[call-arg]
     model, optimizer = run.prepare(model, optimizer)[:2]
-    samples: list[float] = []
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    for number in range(40):
+    clock, torch_phases = _clock(), _phases(case)
+
+    def step() -> float:
         start_s = clock()
         optimizer.zero_grad()
         run.forward_backward(lambda x: _loss(model, x), batch)
         optimizer.step()
-        if number >= 10:
-            samples.append(clock() - start_s)
-    return least_and_spread(samples)[0]
+        return clock() - start_s
+
+    first_s = min(step() for _ in range(5))
+    # Ranks must take as many steps, so rank 0 says how many.
+    count = torch.tensor([min(max(int(STEPS_S / first_s), 20), 400)])
+    dist.broadcast(count, 0)
+    pairs = [(step(), sum(torch_phases())) for _ in range(int(count))]
+    seconds, torch_s = (low_and_spread(times_s)[0] for times_s in zip(*pairs, strict=True))
+    return seconds, torch_s
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -366,22 +391,71 @@ def planned_step(
     return seconds
 
 
+CURVES = {"matmul": 0, "conv": 1}
+"""Places of curves, the third of which is that of memory."""
+LEAST_FACTOR = 0.1
+"""The least factor of a curve: 0 would say that its operations take no time."""
+
+
+def in_steps(curves: Sequence[SpeedCurve], phases: Sequence[Sequence[float]]) -> Compute:
+    """Return the speeds that operations have in a step, where they find caches cold.
+
+    The time of a phase is linear in the cost of an operation there and in one factor for each
+    curve. Least squares of the relative errors of all phases of all networks find these six.
+
+    Args:
+        curves: of matmul, conv and memory, each operation again and again.
+        phases: seconds of the forward pass, the backward pass and the optimizer's step of each of
+            `NETWORKS`.
+    """
+    matmul, conv, memory = curves
+    hot = Compute(matmul, conv, memory, 0.0, 0.0, 0.0, step_s=0.0)
+    rows: list[list[float]] = []
+    for case, seconds in zip(NETWORKS, phases, strict=True):
+        work, _, samples = _traced(case)
+        operations = (
+            [op for segment in work.segments for op in segment.forward],
+            [op for segment in work.segments for op in segment.backward],
+            work.optimizer,
+        )
+        for number, (ops, took_s) in enumerate(zip(operations, seconds, strict=True)):
+            row = [0.0] * 6
+            for op in ops:
+                row[number] += op.number * (VIEW_SHARE if op.kind == "view" else 1.0)
+                row[3 + CURVES.get(op.kind, 2)] += hot.op_s(op, samples * (number < 2), 1.0, 0.0)
+            rows.append([value / took_s for value in row])
+    forward_s, backward_s, step_s, *factors = _least_squares(rows)
+    matmul, conv, memory = (
+        curve.scaled(1 / max(factor, LEAST_FACTOR))
+        for curve, factor in zip(curves, factors, strict=True)
+    )
+    return Compute(matmul, conv, memory, forward_s, backward_s, step_s, step_s=0.0)
+
+
+def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
+    """Return what is at least 0 and brings the product with each row closest to 1."""
+    table = torch.tensor(rows, dtype=torch.float64)
+    size = table.mean(0).clamp(min=1e-30)  # of columns: they have different units
+    table, best = table / size, (math.inf, torch.zeros(len(size)))
+    for chosen in itertools.product((False, True), repeat=len(size)):
+        columns = table[:, torch.tensor(chosen)]
+        solved = torch.linalg.lstsq(columns, torch.ones(len(rows), 1).double()).solution
+        error = float((columns @ solved - 1).square().sum())
+        if error < best[0] and bool((solved >= 0).all()):
+            values = torch.zeros(len(size), dtype=torch.float64)
+            values[torch.tensor(chosen)] = solved.flatten()
+            best = error, values
+    return (best[1] / size).tolist()
+
+
 def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
     """Add what a step of Shoal costs beside its operations, and what strategies do around them.
 
     Args: machine: with the collectives of so many ranks.
     """
-
     plain = "ddp" if ranks > 1 else "single"
-    times_s = _slowest(ranks, plain, [PLAIN, *WHOLE])
-    planned_s = planned_step(machine, ranks, plain, PLAIN)
-    speeds = replace(speeds, step_s=max(times_s[0] - planned_s(speeds), 1e-5))
-    factors = []
-    for whole, took_s in zip(WHOLE, times_s[1:], strict=True):
-        planned_s = planned_step(machine, ranks, plain, whole)
-        operations_s = planned_s(replace(speeds, whole_step=2.0)) - planned_s(speeds)
-        factors.append(max(1.0, 1.0 + (took_s - planned_s(speeds)) / operations_s))
-    speeds = replace(speeds, whole_step=geometric_mean(factors))
+    took_s, torch_s = _slowest(ranks, plain, PLAIN)
+    speeds = replace(speeds, step_s=max(took_s - torch_s, 1e-5))
     overheads: dict[str, float] = {}
     for names, (line, cases) in ENGINES.items() if ranks > 1 else ():
         strategy = line.format(ranks=ranks)
@@ -389,7 +463,7 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
         times: list[list[float]] = []
         for case in cases:
             # A world for each: passes of pipelines take longer after other steps in one.
-            (took_s,) = _slowest(ranks, strategy, [case])
+            took_s, _ = _slowest(ranks, strategy, case)
             planned_s = planned_step(machine, ranks, strategy, case)
             without_s = planned_s(speeds)
             extra_s.append(took_s - without_s)
@@ -400,10 +474,9 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
     return replace(speeds, overheads=overheads)
 
 
-def _slowest(ranks: int, strategy: str, cases: Sequence[MakeStep]) -> list[float]:
-    """Return the seconds of a step of each case on the rank that takes longest."""
-    times_s = world.run(ranks, _steps_of, strategy, cases, timeout_s=300.0)
-    return [max(each) for each in zip(*times_s, strict=True)]
+def _slowest(ranks: int, strategy: str, case: MakeStep) -> tuple[float, float]:
+    """Return what `_step_of` does on the rank that takes longest."""
+    return max(world.run(ranks, _step_of, strategy, case, timeout_s=300.0))
 
 
 def _collective_point(kind: str, size_bytes: int) -> Point:
@@ -427,7 +500,7 @@ def _collective_point(kind: str, size_bytes: int) -> Point:
         calls[kind]()
         if number >= 2:
             samples.append(clock() - start_s)
-    seconds, spread = least_and_spread(samples)
+    seconds, spread = low_and_spread(samples)
     return Point(float(size_bytes), seconds / (2 if kind == "send" else 1), spread)
 
 
@@ -453,11 +526,10 @@ def _overlap_slowdown() -> float:
         return time.perf_counter() - start_s
 
     computing()
-    alone: list[float] = []
-    beside: list[float] = []
-    for _ in range(7):
-        alone.append(computing())
+    ratios: list[float] = []
+    for _ in range(15):
+        alone_s = computing()
         work = dist.all_reduce(message, async_op=True)
-        beside.append(computing())
+        ratios.append(computing() / alone_s)
         work.wait()
-    return max(1.0, least_and_spread(beside)[0] / least_and_spread(alone)[0])
+    return max(1.0, sorted(ratios)[len(ratios) // 2])

@@ -51,8 +51,7 @@ def recalibrated(machine: Machine, ranks: int, plan: Plan, spans: Spans) -> Mach
         if predicted[name] > 0 and measured[name] > 0
     }
     speeds = machine.compute_of(ranks)
-    ratio = ratios.get("compute", 1.0)
-    shown = replace(speeds, whole_step=speeds.whole_step * ratio, step_s=speeds.step_s * ratio)
+    shown = speeds.slower(ratios.get("compute", 1.0))
     collectives = {
         key: curve.scaled(ratios.get(key.split("/")[1], 1.0))
         for key, curve in machine.collectives.items()

@@ -34,8 +34,8 @@ from shoal.planner.optimizer_work import (
 )
 from shoal.platform.torch_private.fake_tensors import (
     VALUE_NEEDED,
-    attention_flops,
     fake_tensors,
+    kernel_flops,
 )
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.subclasses import DispatchMode
@@ -203,7 +203,7 @@ def _count(model: nn.Module, compute_loss: Loss, batch: Any, samples: int) -> Co
 @contextmanager
 def counting(model: nn.Module) -> Iterator[StepTracer]:
     """Count the operations inside this context; call `begin_backward` between both passes."""
-    counter = FlopCounterMode(display=False, custom_mapping=dict(attention_flops()))
+    counter = FlopCounterMode(display=False, custom_mapping=dict(kernel_flops()))
     tracer = StepTracer(model, counter)
     with counter, tracer, tracer.watching():
         yield tracer
@@ -250,7 +250,7 @@ class StepTracer(DispatchMode):
         for output in outputs:
             self._notice(output)
         ops = segment.backward if self._is_backward else segment.forward
-        ops.append(self._op(func, inputs, outputs))
+        ops += self._ops(func, inputs, outputs)
         self._note_peak(segment)
         return result
 
@@ -334,19 +334,23 @@ class StepTracer(DispatchMode):
             self.gradients += size
             self._not_activations.add(key)
 
-    def _op(self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> CountedOp:
+    def _ops(
+        self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> list[CountedOp]:
         total = self._counter.get_total_flops()
         flops, self._flops = total - self._flops, total
         written_in_place = any(output is tensor for output in outputs for tensor in inputs)
         known = {storage_key(tensor) for tensor in inputs}
         if not written_in_place and all(storage_key(output) in known for output in outputs):
-            return CountedOp("view", 0.0, 0.0)
+            return [CountedOp("view", 0.0, 0.0)]
         kind = "memory"
         if flops:
             kind = "conv" if "conv" in str(func) else "matmul"
         moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
         itemsize = outputs[0].itemsize if outputs else 4
-        return CountedOp(kind, float(flops), float(moved), itemsize)
+        # An LSTM computes one element of its sequence after another.
+        number = len(inputs[0]) if "rnn_layer" in str(func) else 1
+        return [CountedOp(kind, flops / number, moved / number, itemsize)] * number
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         self._stack.append(self._names.get(id(module), self._stack[-1]))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from shoal.planner import calibration
+
+NETWORKS = (partial(calibration.tiny_blocks, 2),)
 
 
 def measure_few_points() -> dict[str, Any]:
     """Return what a rank of `shoal calibrate` measures. Collective."""
     calibration.BUDGET_S = 0.001
+    calibration.NETWORKS = NETWORKS
     calibration.MATMUL_SIDES = (16, 32)  # type: ignore[assignment]
     calibration.CONV_SHAPES = calibration.CONV_SHAPES[:1]  # type: ignore[assignment]
-    calibration.MEMORY_BYTES = (1 << 12, 1 << 14)
+    calibration.MEMORY_BYTES = 1 << 14
     calibration.COLLECTIVE_BYTES = (1 << 10, 1 << 14)  # type: ignore[assignment]
     return MEASURE_RANK()
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from quick_calibration import measure_few_points
+from quick_calibration import NETWORKS, measure_few_points
 
 from shoal.costs import machine
+from shoal.costs.machine import Compute, flat, low_and_spread
 from shoal.planner import calibration
-from shoal.planner.calibration import calibrate, rank_counts, summary, tiny_blocks
+from shoal.planner.calibration import calibrate, in_steps, rank_counts, summary
 
 
 def test_ranks_are_measured_up_to_twice_the_cores_and_eight() -> None:
@@ -29,7 +30,7 @@ def test_a_calibration_has_all_that_a_plan_asks_for(
     for name, value in (
         ("rank_counts", lambda cores: [2]),
         ("_measure_rank", measure_few_points),
-        ("WHOLE", (partial(tiny_blocks, 2),)),
+        ("NETWORKS", NETWORKS),
         ("ENGINES", tensor),
     ):
         monkeypatch.setattr(calibration, name, value)
@@ -39,7 +40,6 @@ def test_a_calibration_has_all_that_a_plan_asks_for(
     for curve in (speeds.matmul, speeds.conv, speeds.memory):
         assert all(point.value > 0 for point in curve.points)
     assert speeds.forward_op_s > 0
-    assert speeds.whole_step >= 1
     assert set(speeds.overheads) == {"tensor sum"}
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
     assert set(measured.collectives) == {f"shoal/{kind}/2" for kind in kinds}
@@ -50,3 +50,36 @@ def test_a_calibration_has_all_that_a_plan_asks_for(
     measured.save(tmp_path / "machine.json")
     assert machine.load(tmp_path / "machine.json") == measured
     assert summary(measured).splitlines()[1].split()[0] == "2"
+
+
+def test_speeds_in_steps_are_those_that_the_steps_were_made_of() -> None:
+    hot = Compute(flat(8e10), flat(4e10), flat(2e10), 0.0, 0.0, 0.0, step_s=0.0)
+    cold = replace(
+        hot.slower(2.0), forward_op_s=3e-5, backward_op_s=2e-5, step_op_s=1e-5, conv=flat(1e10)
+    )
+    phases = [
+        (
+            sum(cold.op_s(op, samples, 1.0, 3e-5) for part in work.segments for op in part.forward),
+            sum(
+                cold.op_s(op, samples, 1.0, 2e-5) for part in work.segments for op in part.backward
+            ),
+            sum(cold.op_s(op, 0.0, 1.0, 1e-5) for op in work.optimizer),
+        )
+        for work, _, samples in map(calibration._traced, calibration.NETWORKS)
+    ]
+    solved = in_steps((hot.matmul, hot.conv, hot.memory), phases)
+    for name in ("forward_op_s", "backward_op_s", "step_op_s"):
+        assert getattr(solved, name) == pytest.approx(getattr(cold, name), rel=1e-3)
+    for name in ("matmul", "conv", "memory"):
+        assert getattr(solved, name).at(1.0) == pytest.approx(getattr(cold, name).at(1.0), rel=1e-3)
+
+
+def test_fewer_ranks_are_not_slower_than_more() -> None:
+    quiet = Compute(flat(8e10), flat(4e10), flat(2e10), 3e-5, 2e-5, 1e-5, step_s=1e-3)
+    loud = replace(quiet.slower(1.6), matmul=flat(9e10))
+    assert loud.or_faster(quiet) == replace(quiet, matmul=flat(9e10))
+
+
+def test_a_low_sample_is_not_the_one_that_stolen_time_was_taken_off() -> None:
+    low, spread = low_and_spread([0.0, *([2.0] * 12), 3.0, 4.0, *([5.0] * 12)])
+    assert (low, spread) == (2.0, 0.5)

@@ -80,6 +80,14 @@ def test_a_linear_layer_has_the_operations_of_the_formula() -> None:
 
 
 @pytest.mark.slow
+def test_an_lstm_computes_the_products_of_one_element_after_another() -> None:
+    layer = nn.LSTM(8, 16, batch_first=True)
+    work = trace_model(layer, lambda x: layer(x)[0].sum(), adamw, (torch.zeros(2, 5, 8),))
+    ops = [op for part in work.segments for op in (*part.forward, *part.backward) if op.flops.slope]
+    assert {op.kind for op in ops} == {"matmul"}
+    assert work.flops(3) == 3 * (2 * 3 * 5 * 64 * (8 + 16))
+
+
 def test_every_parameter_belongs_to_the_segment_that_uses_it_first() -> None:
     work = traced("gpt")
     named = [name for segment in work.segments for name in segment.parameters]

@@ -75,12 +75,15 @@ def _is_raised_for_values(errors: tuple[type[Exception], ...]) -> bool:
     return True
 
 
-def _counts_attention(attention_flops: Callable[[], Any]) -> bool:
-    counts = [*attention_flops().values()]
+def _counts_kernels(kernel_flops: Callable[[], Any]) -> bool:
+    counts = [*kernel_flops().values()]
     shape = (2, 4, 16, 8)
     product = 2 * 2 * 4 * 16 * 16 * 8
     forward, backward = counts[0](shape, shape, shape), counts[1](shape, shape, shape, shape)
-    return [forward, backward] == [2 * product, 5 * product]
+    x, w, v = (5, 2, 16), (32, 16), (32, 8)  # time first; four gates of eight numbers
+    layer = 2 * 5 * 2 * 32 * (16 + 8)
+    both = counts[2](x, w, v), counts[3](x, w, v)
+    return [forward, backward, *both] == [2 * product, 5 * product, layer, 2 * layer]
 
 
 CHECKS: dict[str, Callable[[Any], bool]] = {
@@ -90,5 +93,5 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "fake_tensors.VALUE_NEEDED": _is_raised_for_values,
     "fake_tensors.fake_tensors": _makes_tensors_without_memory,
     "fake_tensors.weights_without_memory": _registers_without_memory,
-    "fake_tensors.attention_flops": _counts_attention,
+    "fake_tensors.kernel_flops": _counts_kernels,
 }

@@ -79,14 +79,15 @@ def weights_without_memory() -> Iterator[None]:
         nn.Module._apply = apply  # type: ignore[method-assign]
 
 
-def attention_flops() -> Mapping[Any, Callable[..., int]]:
-    """Return the operations of the CPU's attention kernel, which `flop_counter` does not know.
+def kernel_flops() -> Mapping[Any, Callable[..., int]]:
+    """Return the operations of the CPU's kernels that `flop_counter` does not know.
 
-    Two matrix products forward: scores and their product with the values. Backward five: the
-    scores again, and two gradients of each product (Dao et al., FlashAttention, 2022).
+    Attention: two matrix products forward, scores and their product with the values. Backward five:
+    the scores again, and two gradients of each product (Dao et al., FlashAttention, 2022). A layer
+    of an LSTM: products with both of its matrices forward, and two gradients of each.
 
-    Why: the operator has a private name. Without: attention on the CPU costs nothing in a plan.
-    Checked: 2.11, 2.13, 2.15.
+    Why: the operators have private names. Without: attention and LSTMs on the CPU cost nothing in a
+    plan. Checked: 2.11, 2.13, 2.15.
     """
     aten = torch.ops.aten
 
@@ -95,9 +96,15 @@ def attention_flops() -> Mapping[Any, Callable[..., int]]:
         batch, heads, queries, width = q
         return int(2 * batch * heads * queries * k[2] * width)
 
+    def lstm(x: Any, w: Any, v: Any) -> int:
+        """Return the operations of both products of (time, batch, inputs) in a layer."""
+        return int(2 * x[0] * x[1] * w[0] * (w[1] + v[1]))
+
     return {
         aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: 2 * product(q, k),
         aten._scaled_dot_product_flash_attention_for_cpu_backward: (
             lambda _, q, k, *__, **___: 5 * product(q, k)
         ),
+        aten.mkldnn_rnn_layer: lambda x, w, v, *_, **__: lstm(x, w, v),
+        aten.mkldnn_rnn_layer_backward: lambda x, w, v, *_, **__: 2 * lstm(x, w, v),
     }
