@@ -35,7 +35,7 @@ from shoal.data.tree_map import tensors_in
 from shoal.errors import CheckpointError, UsageError
 from shoal.platform.optional_packages import missing
 from shoal.run.run_checkpoints import RunCheckpoints
-from shoal.strategies.loss_terms import summed
+from shoal.strategies.loss_terms import Counted, summed
 
 # Two packages hold the same code, and each knows its own classes alone.
 _PACKAGE = "pytorch_lightning" if "pytorch_lightning" in sys.modules else "lightning.pytorch"
@@ -168,14 +168,28 @@ class ShoalStrategy(_Strategy):
         module = self.lightning_module
         if self.run.mesh.pipeline.size > 1:
             with self.precision_plugin.train_step_context():
-                return module.training_step(*args, **kwargs)
+                return self._keep_loss(module.training_step(*args, **kwargs))
         log = partial(self._log_of_rows, module.log, args[0])
         with self.precision_plugin.train_step_context(), self._logging(log):
             if not module.automatic_optimization:  # its backward pass is inside of the step
                 return module.training_step(*args, **kwargs)
             result = self._forward_redirection(module, module, "training_step", *args, **kwargs)
-        self._loss = result["loss"] if isinstance(result, Mapping) else result
-        return result
+        return self._keep_loss(result)
+
+    def _keep_loss(self, result: Any) -> Any:
+        """Keep the loss of a step; return what Lightning takes: a counted loss as a tensor."""
+        is_mapping = isinstance(result, Mapping)
+        self._loss = result["loss"] if is_mapping else result
+        if not isinstance(self._loss, Counted):
+            return result
+        parts = (t.value if t.count is None else t.value / t.count for t in self._loss.terms)
+        shown = sum(parts)
+        return {**result, "loss": shown} if is_mapping else shown
+
+    def _counted_loss(self) -> Any:
+        """Return the share of a counted loss in those of an optimizer's step, or None."""
+        is_counted = isinstance(self._loss, Counted)
+        return self._loss / self._trainer.accumulate_grad_batches if is_counted else None
 
     @contextmanager
     def _logging(self, log: Any) -> Iterator[None]:
@@ -249,7 +263,8 @@ class ShoalStrategy(_Strategy):
         # Lightning divides by the batches that it accumulates, by 1 too. In the graph of a sum over
         # one sample, that could be the number of its samples.
         is_divided = is_manual or self._trainer.accumulate_grad_batches > 1
-        loss = self.run.backward(closure_loss if is_divided else self._loss)
+        counted = None if is_manual else self._counted_loss()
+        loss = self.run.backward(counted or (closure_loss if is_divided else self._loss))
         self.precision_plugin.post_backward(loss, self.lightning_module)
         return loss
 
@@ -270,7 +285,10 @@ class ShoalStrategy(_Strategy):
                 result = automatic._training_step({**kwargs, first: batch})
             rows = torch.tensor(float(len(next(iter(tensors_in(batch))))))
             logged = {name: (summed(value * rows), known) for name, (value, known) in kept.items()}
-            return result.closure_loss, {ROWS: summed(rows), "logged": logged}
+            return self._counted_loss() or result.closure_loss, {
+                ROWS: summed(rows),
+                "logged": logged,
+            }
 
         def step() -> Any:
             if zero_gradients is not None:

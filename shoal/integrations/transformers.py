@@ -267,11 +267,21 @@ class ShoalTrainer(Trainer):
             save_file(state, Path(output_dir) / COLLATE_STATE)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load what `_save_rng_state` has written."""
-        if checkpoint is not None:
-            with preserve_rng_state():
-                load_random_state(load_file(Path(checkpoint) / COLLATE_STATE), torch.device("cpu"))
-                self._collate_state = GeneratorStates()
+        """Load what `_save_rng_state` has written.
+
+        Raises: CheckpointError: it is gone.
+        """
+        if checkpoint is None:
+            return
+        path = Path(checkpoint) / COLLATE_STATE
+        if not path.exists():
+            raise CheckpointError(
+                f"{path} is missing: a resumed run would draw other numbers in its collate "
+                "function. Copy it from where the checkpoint was saved, or resume from another one."
+            )
+        with preserve_rng_state():
+            load_random_state(load_file(path), torch.device("cpu"))
+            self._collate_state = GeneratorStates()
 
 
 def _check_arguments(args: TrainingArguments) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import tempfile
 import time
 from multiprocessing import util
 
+log = logging.getLogger("shoal")
+
 BACKLOG = 1024
 TEMPORARY_BYTES = 107 - len("/pymp-12345678/listener-12345678")
 """Longest TMPDIR under which multiprocessing's sockets have an address: unix(7) gives it 108."""
+
+NOTE_S = 2.0
+"""Seconds after which a wait for an address is told."""
 
 
 def listen_at(address: str) -> socket.socket:
@@ -47,9 +53,12 @@ def own_address_towards(host: str) -> str:
 def wait_for_address(host: str, wait_s: float) -> None:
     """Return when a name has an address here: a name server may learn of a new host late.
 
+    A wait of more than `NOTE_S` is told.
+
     Raises: OSError: it has none within `wait_s`.
     """
-    limit = time.monotonic() + wait_s
+    start_s, is_told = time.monotonic(), False
+    limit = start_s + wait_s
     while True:
         try:
             socket.getaddrinfo(host, None)
@@ -57,6 +66,13 @@ def wait_for_address(host: str, wait_s: float) -> None:
         except socket.gaierror:
             if time.monotonic() >= limit:
                 raise
+            if time.monotonic() >= start_s + NOTE_S and not is_told:
+                is_told = True
+                log.warning(
+                    "waits up to %.0f s for a name server that knows %s, where rank 0 is to be met",
+                    wait_s,
+                    host,
+                )
         time.sleep(0.5)
 
 

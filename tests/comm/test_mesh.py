@@ -11,6 +11,7 @@ from shoal.comm.mesh import Mesh, init_mesh
 from shoal.comm.parallel_dims import ParallelDims
 from shoal.errors import EnvironmentConflict, LaunchError
 from shoal.launch.environment import RankInfo, read
+from shoal.platform import sockets
 from shoal.testing import world
 from tests.harness.in_turn import in_turn
 
@@ -119,6 +120,16 @@ def test_a_name_of_rank_0_without_an_address_is_refused(monkeypatch: pytest.Monk
     place = RankInfo(1, 2, 0, 1, "slurm", "n1.invalid", 29500, "")
     with pytest.raises(EnvironmentConflict, match=r"no address of n1\.invalid.*Set MASTER_ADDR"):
         mesh.join_world(place, "gloo", timedelta(seconds=1))
+
+
+def test_a_wait_for_the_name_of_rank_0_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sockets, "NOTE_S", 0)
+    with pytest.raises(OSError, match="not known"):
+        sockets.wait_for_address("n1.invalid", 1)
+    assert len(caplog.messages) == 1
+    assert "waits up to 1 s for a name server that knows n1.invalid" in caplog.text
 
 
 @pytest.mark.parametrize(("on_this_machine", "expected"), [(1, "eth1"), (2, None)])

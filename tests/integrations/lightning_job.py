@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+import shoal
 from shoal.integrations.lightning import ShoalStrategy
+from shoal.strategies.loss_terms import Counted
 
 
 class LitAutoEncoder(lightning.LightningModule):
@@ -73,6 +75,27 @@ class SumOfSamples(LitAutoEncoder):
         loss = self.encoder(batch[0]).sum()
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         return {"loss": loss}
+
+
+class CountedTokens(LitAutoEncoder):
+    """A module whose loss is a mean over the positive numbers of its samples."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Counted]:
+        x, _ = batch
+        error = (self.decoder(self.encoder(x)) - x).square()
+        loss = shoal.counted((error * (x > 0)).sum(), (x > 0).sum())
+        self.log("train_loss", 0.0, on_step=True, on_epoch=True)
+        return {"loss": loss}
+
+
+class MeanOfTokens(LitAutoEncoder):
+    """The same for one process, where it is a quotient."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, _ = batch
+        error = (self.decoder(self.encoder(x)) - x).square()
+        self.log("train_loss", 0.0, on_step=True, on_epoch=True)
+        return (error * (x > 0)).sum() / (x > 0).sum()
 
 
 class MixedSamples(LitAutoEncoder):

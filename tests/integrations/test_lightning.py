@@ -64,6 +64,17 @@ def test_shares_of_different_sizes_count_by_their_samples() -> None:
         assert found == pytest.approx(expected("plain"), rel=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [("ddp", "plain"), ("ddp", "accumulated"), ("zero3", "plain"), ("pipeline=2", "accumulated")],
+)
+def test_a_counted_loss_is_divided_by_the_counts_of_all_ranks(strategy: str, settings: str) -> None:
+    wanted = expected(settings, "MeanOfTokens")
+    arguments = (strategy, Path("unused"), SETTINGS[settings], "CountedTokens")
+    for found in world.run(2, train, *arguments):
+        assert found == pytest.approx(wanted, rel=TOLERANCE)
+
+
 def test_optimizers_may_be_stepped_by_hand() -> None:
     wanted = expected("plain", "TwoOptimizers")
     for found in world.run(2, train, "zero3", Path("unused"), CHECKPOINTS_OFF, "TwoOptimizers"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from shoal.errors import UsageError
+from shoal.errors import CheckpointError, UsageError
 from shoal.testing import world
 
 pytest.importorskip("transformers", reason="pip install shoal[hf]")
@@ -127,3 +128,10 @@ def test_what_the_run_decides_is_refused_with_the_line_that_says_it(
 ) -> None:
     for said in world.run(2, refuses, setting, value):
         assert cure in said
+
+
+def test_a_checkpoint_without_the_generators_of_its_collate_function_is_refused(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(CheckpointError, match=r"shoal-collate\.safetensors is missing.*Copy it"):
+        trainer_job.ShoalTrainer._load_rng_state(SimpleNamespace(), str(tmp_path))
