@@ -72,9 +72,13 @@ class Bucket:
     def dtype(self) -> torch.dtype:
         return self.parameters[0].dtype
 
-    def pack(self) -> Tensor:
-        """Return the gradients one after the other, zeros for missing ones."""
-        return torch.cat([*map(_flat_gradient, self.parameters)])
+    @property
+    def numel(self) -> int:
+        return sum(member.count for member in self.members)
+
+    def pack(self, *more: Tensor) -> Tensor:
+        """Return the gradients one after the other, zeros for missing ones, and then `more`."""
+        return torch.cat([*map(_flat_gradient, self.parameters), *more])
 
     def unpack(self, means: Tensor, used: Iterator[bool]) -> list[str]:
         """Copy means to the gradients, and return the names of the parameters that have one.
@@ -200,7 +204,7 @@ class OwnBuckets(GradientReducer):
             names += bucket.unpack(message, remaining)
         self._sent.clear()
         self.reduce.finish_step(names)
-        return means.to(totals.dtype)
+        return means.to(totals.dtype, copy=True)  # a view would keep the gradients' message
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -218,16 +222,16 @@ class OwnBuckets(GradientReducer):
         to_host = self._axis.host_device != totals.device
         # Nobody may wait for a GPU to read flags, so they go over the CPU.
         own = totals.new_tensor([] if to_host else flags, dtype=torch.float64)
-        last = self.buckets[-1] if self._joins_last else None
-        gradients = own[:0] if last is None else last.pack()
-        message = torch.cat((gradients, *(x.to(gradients.dtype) for x in (totals, own))))
-        gradients, means, found = message.split([len(gradients), TOTALS_LENGTH, len(own)])
-        if last is not None:
+        last = self.buckets[-1] if self._joins_last else Bucket({})
+        dtype = last.dtype if last.parameters else torch.float64
+        message = last.pack(totals.to(dtype), own.to(dtype))
+        gradients, means, found = message.split([last.numel, TOTALS_LENGTH, len(own)])
+        if last.parameters:
             self._look(last, gradients)
         if self.model.finite_check.found:
             means[NONFINITE] = 1.0
         self._start_mean(message)()
-        if last is not None:
+        if last.parameters:
             self._sent.append((gradients, no_op))
         used = self._axis.sum_of_host_numbers(flags) if to_host else found.tolist()
         return means, [share > 0 for share in used]

@@ -76,6 +76,7 @@ def _steps_by_hand(kind: str) -> None:
     dist.all_gather(losses, loss.detach())
     assert totals[LOSS_SUM].item() == pytest.approx(6 * torch.stack(losses).sum().item(), rel=1e-6)
     assert totals[COUNT] == 6 * ranks
+    assert totals.untyped_storage().nbytes() == totals.nbytes  # and hold no gradients
     for name, parameter in model.named_parameters():
         gradient, mean = parameter.grad, expected[name]
         assert (gradient is None) == (mean is None) == name.startswith("nobodys"), name
