@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import combinations
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, NamedTuple
 
 from benchmarks.hosts import namespaces
@@ -30,7 +30,7 @@ from benchmarks.plan.measure import measured
 from benchmarks.plan.predict import MACHINE, workload_of
 from benchmarks.report_page import circumstances, fill, table, told, write_result
 from shoal.costs.cluster import Cluster, Host, Link
-from shoal.costs.machine import load
+from shoal.costs.machine import load, low_and_spread
 from shoal.errors import LaunchError, ShoalError
 from shoal.planner.strategy_search import Planner
 
@@ -124,7 +124,7 @@ def _case(entry: dict[str, Any]) -> HostsCase:
 
 
 def _measure(entry: dict[str, Any]) -> None:
-    """Add the step of the slowest rank, or why there is none: the median, or the mean where only
+    """Add the step of the slowest rank, or why there is none: a low one, or the mean where only
     some steps exchange anything.
     """
     case = _case(entry)
@@ -139,8 +139,8 @@ def _measure(entry: dict[str, Any]) -> None:
         entry["refused"] = found[0]
         return
     steps = [max(times) for times in zip(*(rank["step_s"] for rank in found), strict=True)]
-    middle = mean if case.strategy.startswith("local") else median
-    entry["rounds_s"].append(middle(steps))
+    is_mean = case.strategy.startswith("local")
+    entry["rounds_s"].append(mean(steps) if is_mean else low_and_spread(steps)[0])
 
 
 def _rank(_: Connection, number: int, case: HostsCase) -> Any:

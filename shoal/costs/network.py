@@ -1,6 +1,7 @@
 """Seconds of messages: measured where there is a measurement, else by the formula of the algorithm.
 
-n ranks, M bytes of the whole tensor, B bytes/s of the narrowest link one way, a its latency:
+n ranks, M bytes of the whole tensor, B bytes/s of the narrowest link one way, a its latency and
+what a message costs whatever its size, where it was measured:
 
       all_reduce       2 (n-1) a + 2 (n-1)/n M/B    ring; the sum in rank order over Gloo too
       all_gather         (n-1) a +   (n-1)/n M/B    ring
@@ -42,6 +43,9 @@ class Network:
             if curve is not None:
                 return message.share * curve.seconds_at(message.size_bytes)
         link = self.cluster.link_of(ranks, stride)
+        if (start := self.machine.collective("gloo", message.kind, 2)) is not None:
+            hop_s = start.points[0].value / STEPS.get(message.kind, 1)
+            link = link._replace(latency_s=link.latency_s + hop_s)
         return message.share * ring_s(message.kind, message.size_bytes, ranks, link)
 
     def server_crowding(self, step: StepCost) -> float:

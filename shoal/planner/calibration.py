@@ -56,6 +56,7 @@ CONV_SHAPES = ((8, 16, 8), (8, 32, 16), (16, 32, 32), (16, 64, 32))
 MEMORY_BYTES = 1 << 26
 """Of three arrays, more than caches hold: in a step, operations find what they read in none."""
 COLLECTIVE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
 BUDGET_S, ROUNDS = 0.08, 8
 """Seconds for each point of a curve, and the rounds that share them."""
 STEPS_S = 0.6
@@ -101,8 +102,10 @@ def calibrate(announce: Callable[[str], None] = print) -> Machine:
         announce(f"{ranks} rank{'s' if ranks > 1 else ''} at once: measured in {took_s:.0f} s")
     # Fewer ranks are not slower than more: where they seem so, other programs have run meanwhile.
     for few, many in reversed([*pairwise(compute)]):
-        if few > 1:  # one rank has more threads
+        if few > 1:
             compute[few] = compute[few].or_faster(compute[many])
+        else:  # it has more threads; alone on its host it does around messages what two ranks do
+            compute[few] = replace(compute[few], overheads=compute[many].overheads)
     return replace(
         this,
         compute=compute,
@@ -165,10 +168,13 @@ def _measure_rank() -> dict[str, Any]:
     memory = [_rate(MEMORY_BYTES, *next(seconds)[0])]
     ranks = dist.get_world_size()
     collectives = {}
-    if ranks > 1:
-        for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"):
-            points = tuple(_collective_point(kind, size) for size in COLLECTIVE_BYTES)
-            collectives[f"shoal/{kind}/{ranks}"] = SpeedCurve(points)
+    for kind in COLLECTIVES if ranks > 1 else ():
+        points = tuple(_collective_point(kind, size) for size in COLLECTIVE_BYTES)
+        collectives[f"shoal/{kind}/{ranks}"] = SpeedCurve(points)
+    gloo = dist.new_group(backend="gloo") if ranks == 2 else None
+    for kind in COLLECTIVES if gloo else ():
+        point = _collective_point(kind, COLLECTIVE_BYTES[0], gloo)
+        collectives[f"gloo/{kind}/{ranks}"] = SpeedCurve((point,))
     return {
         "curves": [SpeedCurve(tuple(sorted(points))) for points in (matmul, conv, memory)],
         "phases": [[s for s, _ in parts] for parts in seconds],
@@ -307,7 +313,7 @@ ENGINES: Mapping[tuple[str, ...], tuple[str, Sequence[MakeStep]]] = {
     ),
     ("pipeline pass", "pipeline unit"): (
         "pipeline={ranks}",
-        (partial(tiny_blocks, 8), partial(tiny_blocks, 16)),
+        (partial(tiny_blocks, 8), partial(tiny_blocks, 24)),
     ),
     ("tensor sum",): ("tensor={ranks}", (partial(tiny_blocks, 8, layers=2),)),
 }
@@ -479,20 +485,23 @@ def _slowest(ranks: int, strategy: str, case: MakeStep) -> tuple[float, float]:
     return max(world.run(ranks, _step_of, strategy, case, timeout_s=300.0))
 
 
-def _collective_point(kind: str, size_bytes: int) -> Point:
-    """Measure a collective whose whole tensor has `size_bytes`. Collective."""
+def _collective_point(kind: str, size_bytes: int, gloo: dist.ProcessGroup | None = None) -> Point:
+    """Measure a collective whose whole tensor has `size_bytes`. Collective.
+
+    Args: gloo: a group of all ranks, in which messages take a network's way; else shared memory.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.zeros(-(-size_bytes // 4 // ranks) * ranks)
     part = torch.zeros(len(whole) // ranks)
     calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: equal_chunks.all_gather(whole, part),
-        "reduce_scatter": lambda: equal_chunks.reduce_scatter(part, whole),
-        "broadcast": lambda: dist.broadcast(whole, 0),
-        "send": lambda: _ping_pong(whole, rank),
+        "all_reduce": lambda: dist.all_reduce(whole, group=gloo),
+        "all_gather": lambda: equal_chunks.all_gather(whole, part, group=gloo),
+        "reduce_scatter": lambda: equal_chunks.reduce_scatter(part, whole, group=gloo),
+        "broadcast": lambda: dist.broadcast(whole, 0, gloo),
+        "send": lambda: _ping_pong(whole, rank, gloo),
     }
     # In shared memory a message is copied and added by the rank itself.
-    clock = time.perf_counter if kind == "send" else time.process_time
+    clock = time.perf_counter if kind == "send" or gloo else time.process_time
     samples: list[float] = []
     repetitions = max(5, min(60, int(3e7 / (size_bytes + 1e5))))
     for number in range(repetitions + 2):
@@ -504,14 +513,14 @@ def _collective_point(kind: str, size_bytes: int) -> Point:
     return Point(float(size_bytes), seconds / (2 if kind == "send" else 1), spread)
 
 
-def _ping_pong(tensor: Tensor, rank: int) -> None:
+def _ping_pong(tensor: Tensor, rank: int, group: dist.ProcessGroup | None) -> None:
     """Send there and back between ranks 0 and 1."""
     if rank == 0:
-        dist.send(tensor, 1)
-        dist.recv(tensor, 1)
+        dist.send(tensor, 1, group)
+        dist.recv(tensor, 1, group)
     elif rank == 1:
-        dist.recv(tensor, 0)
-        dist.send(tensor, 0)
+        dist.recv(tensor, 0, group)
+        dist.send(tensor, 0, group)
 
 
 def _overlap_slowdown() -> float:
