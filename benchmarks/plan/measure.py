@@ -2,8 +2,9 @@
 bench-plan`, when predictions.json is committed.
 
 Rounds go through all cases, so that a slow minute of the machine meets all of them alike;
-result.json has a low step of each round: see `low_and_spread`. Beside the time of the clock stands
-the processor time of the ranks, which other programs do not lengthen.
+result.json has a low step of each round: see `low_and_spread`. Beside the time of the clock stand
+the processor time of the ranks, which other programs do not lengthen, and its ratio to that of a
+step of `REFERENCE` just before it: a neighbour on the host slows both.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks.memory.accounting import Peak, held_bytes
 from benchmarks.plan.cases import (
     CASES,
     MODELS,
+    REFERENCE,
     PlannedCase,
     loss,
     make_optimizer,
@@ -34,6 +36,7 @@ from benchmarks.plan.cases import (
 from benchmarks.report_page import circumstances, write_result
 from shoal.costs.machine import low_and_spread
 from shoal.errors import LaunchError, StrategyRefused
+from shoal.planner.calibration import torch_phases
 from shoal.run.supervised import supervised
 from shoal.testing import world
 
@@ -63,13 +66,17 @@ def measured(case: PlannedCase) -> dict[str, Any] | str:
         batches = list(loader)
         compute = supervised(loss, model)
 
-        def step() -> tuple[float, float]:
+        reference = torch_phases(REFERENCE)
+
+        def step() -> tuple[float, float, float]:
+            reference_s = sum(reference())
             dist.barrier()
             start_s, start_cpu_s = time.perf_counter(), time.process_time()
             optimizer.zero_grad()
             run.forward_backward(compute, *batches[0])
             optimizer.step()
-            return time.perf_counter() - start_s, time.process_time() - start_cpu_s
+            cpu_s = time.process_time() - start_cpu_s
+            return time.perf_counter() - start_s, cpu_s, cpu_s / reference_s
 
         for _ in range(WARM):
             step()
@@ -89,17 +96,17 @@ def measured(case: PlannedCase) -> dict[str, Any] | str:
         for value in dict.get(optimizer.state, p, {}).values()  # type: ignore[call-overload]
         if isinstance(value, Tensor)
     ]
+    step_s, cpu_s, ratio = zip(*samples, strict=True)
+    times = {"step_s": step_s, "cpu_s": cpu_s, "ratio": sorted(ratio)[len(ratio) // 2]}
     if case.strategy.startswith("server"):  # its values and gradients lie in shared memory
         return {
-            "step_s": [wall_s for wall_s, _ in samples],
-            "cpu_s": [cpu_s for _, cpu_s in samples],
+            **times,
             **dict.fromkeys(("peak_bytes", "parameters", "optimizer"), 0),
         }
     with OwnPeak(parameters, [*state, *batches[0]], run.device) as peak:
         step()
     return {
-        "step_s": [wall_s for wall_s, _ in samples],
-        "cpu_s": [cpu_s for _, cpu_s in samples],
+        **times,
         "peak_bytes": peak.peak_bytes,
         "parameters": held_bytes(parameters),
         "optimizer": held_bytes(state),
@@ -143,6 +150,8 @@ def _round(case: PlannedCase) -> dict[str, Any]:
         "steps": len(steps),
         "cpu_slowest_s": low_and_spread([*map(max, cpu)])[0],
         "cpu_sum_s": low_and_spread([*map(sum, cpu)])[0],
+        "ratio_slowest": max(rank["ratio"] for rank in ranks),
+        "ratio_sum": sum(rank["ratio"] for rank in ranks),
         **{name: fullest[name] for name in ("peak_bytes", "parameters", "optimizer")},
     }
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from benchmarks.plan.cases import (
     CASES,
     MODELS,
     ON_ONE_HOST,
+    REFERENCE,
     PlannedCase,
     loss,
     make_optimizer,
@@ -23,6 +25,7 @@ from shoal.costs.cluster import one_host
 from shoal.costs.machine import Machine, load
 from shoal.costs.memory_peak import rank_peak
 from shoal.errors import ShoalError
+from shoal.planner.calibration import planned_step
 from shoal.planner.strategy_search import Planner, Workload
 from shoal.planner.trace_model import trace_model
 
@@ -60,12 +63,14 @@ def _predicted(case: PlannedCase, workload: Workload, machine: Machine) -> dict[
         return {"refused": str(error)}
     assert plan.time is not None
     step = plan.step
+    alone = replace(machine.compute_of(case.ranks), step_s=0.0)  # a step of torch
     held = max((rank_peak(step, rank) for rank in range(len(step.rows))), key=lambda h: h.total)
     return {
         "step_s": plan.seconds,
         "latest_s": plan.latest_s,
         "on_path_s": dict(plan.time.on_path),
         "idle": plan.time.idle,
+        "reference_s": planned_step(machine, 1, "single", REFERENCE)(alone),
         "peak_bytes": held.total - step.model.buffer_bytes,  # measure.py does not count them
         "parameters": held.parameters,
         "optimizer": held.optimizer,

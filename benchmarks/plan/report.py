@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.report_page import publish, table
@@ -62,17 +63,22 @@ def _memory(case: tuple[dict[str, Any], dict[str, Any]]) -> Compared | None:
 
 
 def _time(case: tuple[dict[str, Any], dict[str, Any]]) -> Compared | None:
-    """Return the predicted and the measured seconds of a step on an idle machine.
+    """Return the predicted and the measured seconds of a step, at the speed of the calibration.
 
     Measured is processor time: that of the slowest rank, or of all ranks over the cores that they
     share. Ranks of a pipeline are idle by design, so there the busy time of a rank is compared.
     """
     prediction, found = case
-    if "step_s" not in prediction or not _rounds(found, "cpu_sum_s") or prediction["ranks"] == 1:
+    if "step_s" not in prediction or not _rounds(found, "ratio_sum") or prediction["ranks"] == 1:
         return None
     predicted = prediction["step_s"]
-    measured = min(_rounds(found, "cpu_slowest_s"))
-    shared = min(_rounds(found, "cpu_sum_s"))
+    # The machine's speed differs from minute to minute: times are those at which the reference step
+    # beside them takes what is predicted for it.
+    slowest, shared = (
+        prediction["reference_s"] * median(_rounds(found, name))
+        for name in ("ratio_slowest", "ratio_sum")
+    )
+    measured = slowest
     if prediction["strategy"].startswith("pipeline"):
         predicted *= 1 - prediction["idle"]
         measured = shared / prediction["ranks"]

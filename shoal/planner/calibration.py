@@ -160,7 +160,7 @@ def _measure_rank() -> dict[str, Any]:
         *map(_matmul, MATMUL_SIDES),
         *(_conv(*shape) for shape in CONV_SHAPES),
         _addition(MEMORY_BYTES),
-        *map(_phases, NETWORKS),
+        *map(torch_phases, NETWORKS),
     ]
     seconds = iter(_seconds_of(samplers))
     matmul = [_rate(2.0 * side**3, *next(seconds)[0]) for side in MATMUL_SIDES]
@@ -248,7 +248,7 @@ def _addition(size_bytes: int) -> Sampler:
     return _calls(lambda: torch.add(a, b, out=out))
 
 
-def _phases(case: MakeStep) -> Sampler:
+def torch_phases(case: MakeStep) -> Sampler:
     """Return a sampler of a step's forward pass, backward pass and optimizer step, all of torch."""
     model, batch, optimizer_class = case()
     optimizer: Any = optimizer_class(model.parameters(), lr=0.0)  # type: ignore[call-arg]
@@ -343,7 +343,7 @@ def _step_of(strategy: str, case: MakeStep) -> tuple[float, float]:
     model, batch, optimizer_class = case()
     optimizer: Any = optimizer_class(model.parameters(), lr=0.0)  # type: ignore[call-arg]
     model, optimizer = run.prepare(model, optimizer)[:2]
-    clock, torch_phases = _clock(), _phases(case)
+    clock, phases = _clock(), torch_phases(case)
 
     def step() -> float:
         start_s = clock()
@@ -356,7 +356,7 @@ def _step_of(strategy: str, case: MakeStep) -> tuple[float, float]:
     # Ranks must take as many steps, so rank 0 says how many.
     count = torch.tensor([min(max(int(STEPS_S / first_s), 20), 400)])
     dist.broadcast(count, 0)
-    pairs = [(step(), sum(torch_phases())) for _ in range(int(count))]
+    pairs = [(step(), sum(phases())) for _ in range(int(count))]
     seconds, torch_s = (low_and_spread(times_s)[0] for times_s in zip(*pairs, strict=True))
     return seconds, torch_s
 
