@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from shoal.models import build
-from shoal.planner.calibration import network
 
 CLASSES = 64
 """Classes. Models are small: a step is short beside the time slices of a machine that is busy."""
@@ -54,8 +52,6 @@ class PlannedCase(NamedTuple):
         return f"{self.model} {self.strategy} {self.ranks}{more}"
 
 
-REFERENCE = partial(network, "gpt", {"width": 96, "layers": 2, "heads": 3}, (6, 48))
-"""A step of torch that is timed beside each measured one: it tells how fast the machine is then."""
 EVERYWHERE = (
     ("single", 1),
     ("ddp", 2),

@@ -26,7 +26,6 @@ from benchmarks.memory.accounting import Peak, held_bytes
 from benchmarks.plan.cases import (
     CASES,
     MODELS,
-    REFERENCE,
     PlannedCase,
     loss,
     make_optimizer,
@@ -36,7 +35,7 @@ from benchmarks.plan.cases import (
 from benchmarks.report_page import circumstances, write_result
 from shoal.costs.machine import low_and_spread
 from shoal.errors import LaunchError, StrategyRefused
-from shoal.planner.calibration import torch_phases
+from shoal.planner.calibration import REFERENCE, torch_phases
 from shoal.run.supervised import supervised
 from shoal.testing import world
 

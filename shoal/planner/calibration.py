@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -334,16 +335,21 @@ NETWORKS: Sequence[MakeStep] = (
     ),
 )
 """Networks whose steps tell how long operations take where they find caches cold."""
+REFERENCE: MakeStep = NETWORKS[-2]
+"""The network whose step tells how fast the machine is at a moment."""
 
 
-def _step_of(strategy: str, case: MakeStep) -> tuple[float, float]:
-    """Return the processor seconds of a step, and of the same step by torch alone. Collective."""
+def _step_of(strategy: str, case: MakeStep) -> float:
+    """Return how many times as long a step takes as one of `REFERENCE` by torch. Collective.
+
+    Both in turn, by processor time, so that what slows one slows the other.
+    """
     run = shoal.init(strategy, announce=lambda _: None)
     torch.manual_seed(0)
     model, batch, optimizer_class = case()
     optimizer: Any = optimizer_class(model.parameters(), lr=0.0)  # type: ignore[call-arg]
     model, optimizer = run.prepare(model, optimizer)[:2]
-    clock, phases = _clock(), torch_phases(case)
+    clock, phases = _clock(), torch_phases(REFERENCE)
 
     def step() -> float:
         start_s = clock()
@@ -354,11 +360,9 @@ def _step_of(strategy: str, case: MakeStep) -> tuple[float, float]:
 
     first_s = min(step() for _ in range(5))
     # Ranks must take as many steps, so rank 0 says how many.
-    count = torch.tensor([min(max(int(STEPS_S / first_s), 20), 400)])
+    count = torch.tensor([min(max(int(STEPS_S / first_s), 20), 80)])
     dist.broadcast(count, 0)
-    pairs = [(step(), sum(phases())) for _ in range(int(count))]
-    seconds, torch_s = (low_and_spread(times_s)[0] for times_s in zip(*pairs, strict=True))
-    return seconds, torch_s
+    return median(step() / sum(phases()) for _ in range(int(count)))
 
 
 def _loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -459,9 +463,13 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
 
     Args: machine: with the collectives of so many ranks.
     """
-    plain = "ddp" if ranks > 1 else "single"
-    took_s, torch_s = _slowest(ranks, plain, PLAIN)
-    speeds = replace(speeds, step_s=max(took_s - torch_s, 1e-5))
+
+    def torch_s(case: MakeStep) -> float:
+        return planned_step(machine, 1, "single", case)(replace(speeds, step_s=0.0))
+
+    reference_s = torch_s(REFERENCE)
+    took_s = _slowest(ranks, "ddp" if ranks > 1 else "single", PLAIN) * reference_s
+    speeds = replace(speeds, step_s=max(took_s - torch_s(PLAIN), 1e-5))
     overheads: dict[str, float] = {}
     for names, (line, cases) in ENGINES.items() if ranks > 1 else ():
         strategy = line.format(ranks=ranks)
@@ -469,7 +477,7 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
         times: list[list[float]] = []
         for case in cases:
             # A world for each: passes of pipelines take longer after other steps in one.
-            took_s, _ = _slowest(ranks, strategy, case)
+            took_s = _slowest(ranks, strategy, case) * reference_s
             planned_s = planned_step(machine, ranks, strategy, case)
             without_s = planned_s(speeds)
             extra_s.append(took_s - without_s)
@@ -480,7 +488,7 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
     return replace(speeds, overheads=overheads)
 
 
-def _slowest(ranks: int, strategy: str, case: MakeStep) -> tuple[float, float]:
+def _slowest(ranks: int, strategy: str, case: MakeStep) -> float:
     """Return what `_step_of` does on the rank that takes longest."""
     return max(world.run(ranks, _step_of, strategy, case, timeout_s=300.0))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import ceil
@@ -89,6 +90,8 @@ def _with_units(options: ZeroOptions, stage: int, step: StepCost, whole: list[fl
         )
         for index, segment in enumerate(step.segments)
     ]
+    # zero1 and zero2 gather in the first micro-batch of a step, and zero1 reduces in the last.
+    shares = [1 / step.accumulate if stage < least else 1.0 for least in (3, 2)]
     tensors: Counter[str] = Counter()
     for segment, name in zip(segments, held.unit_of, strict=True):
         tensors[name] += sum(p.gradient_bytes > 0 for p in segment.parameters)
@@ -98,13 +101,14 @@ def _with_units(options: ZeroOptions, stage: int, step: StepCost, whole: list[fl
             held.sizes[name],
             tensors[name],
             scale,
+            shares,
             begins=bool(name) and index == held.first[name],
             gathers_again=stage == 3 and bool(name) and index == held.last[name],
         )
     root = held.sizes[""]
     if root and segments:  # gathered before all units, and reduced after them
         segments[0] = _with_messages(
-            segments[0], root, tensors[""], scale, begins=True, gathers_again=False
+            segments[0], root, tensors[""], scale, shares, begins=True, gathers_again=False
         )
     return replace(step, segments=tuple(segments))
 
@@ -183,18 +187,22 @@ def _with_messages(
     size: float,
     tensors: int,
     scale: float,
+    shares: Sequence[float],
     begins: bool,
     gathers_again: bool,
 ) -> LocalSegment:
     """Add the gathering before a unit, its reduction behind it, and its second gathering.
 
-    Args: scale: bytes of what is gathered, as a multiple of `size`.
+    Args:
+        scale: bytes of what is gathered, as a multiple of `size`.
+        shares: of the micro-batches in which a unit is gathered, and reduced.
     """
     around = (("fsdp message", 1), ("fsdp tensor", tensors))
-    gather = (SentMessage("all_gather", scale * size, "shard", around=around),)
+    gathered, reduced = shares
+    gather = (SentMessage("all_gather", scale * size, "shard", gathered, around),)
     reduce = (
-        SentMessage("reduce_scatter", size, "shard", around=around),
-        SentMessage("all_reduce", size, "replicate"),
+        SentMessage("reduce_scatter", size, "shard", reduced, around),
+        SentMessage("all_reduce", size, "replicate", reduced),
     )
     if begins:
         segment = segment._replace(
