@@ -84,7 +84,8 @@ def _time(case: tuple[dict[str, Any], dict[str, Any]]) -> Compared | None:
         measured = shared / prediction["ranks"]
     else:
         measured = max(measured, shared / CORES)
-    ranked = prediction["latest_s"], min(_rounds(found, "low_s"))
+    clock = prediction["reference_s"] * median(_rounds(found, "ratio_wall"))
+    ranked = prediction["latest_s"], clock
     return Compared(_label(prediction), prediction["model"], predicted, measured, *ranked)
 
 

@@ -2,16 +2,18 @@
 
 For each number of ranks on this host (1, 2, 4, ... up to twice its cores), all of them at once:
 
-      matmul, conv    FLOP/s over sizes            memory   bytes/s over sizes
-      operations      overhead of one, forward, backward, in an optimizer
-      collectives     seconds at six sizes, in shared memory
+      matmul, conv    FLOP/s over sizes, and memory bytes/s: each operation again and again
+      operations      overhead of one, forward, backward, in an optimizer, and a factor for each
+                      curve: what explains the steps of eight networks best (`in_steps`)
+      collectives     seconds at six sizes, in shared memory; of Gloo what a message costs
       a step          what Shoal adds around a model's operations
 
-Each number is the least of its repetitions, as in `timeit`: what is above it comes from other
-programs. Its spread is how far the median lies above it. A rank of one thread is timed by its
-processor time, which other programs do not lengthen. Ranks measure at once, because ranks that
-train compute at once: what they take from each other (caches, memory bandwidth) is in every number.
-More ranks than cores take turns, which the plan adds.
+Each number is a low one of its repetitions: what is above it comes from other programs. Its spread
+is how far the median lies above it. A rank of one thread is timed by its processor time, which
+other programs do not lengthen. Neighbours on a virtual machine's host do, from one second to the
+next: operations take turns, and steps of Shoal are compared with a step of torch beside them. Ranks
+measure at once, because ranks that train compute at once: what they take from each other (caches,
+memory bandwidth) is in every number. More ranks than cores take turns, which the plan adds.
 """
 
 from __future__ import annotations
