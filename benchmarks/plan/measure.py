@@ -36,7 +36,7 @@ from benchmarks.plan.cases import (
 from benchmarks.report_page import circumstances, write_result
 from shoal.costs.machine import low_and_spread
 from shoal.errors import LaunchError, StrategyRefused
-from shoal.planner.calibration import REFERENCE, torch_phases
+from shoal.planner.operation_speeds import REFERENCE, torch_phases
 from shoal.run.supervised import supervised
 from shoal.testing import world
 

@@ -24,7 +24,8 @@ from shoal.costs.cluster import one_host
 from shoal.costs.machine import Machine, load
 from shoal.costs.memory_peak import rank_peak
 from shoal.errors import ShoalError
-from shoal.planner.calibration import REFERENCE, planned_step
+from shoal.planner.calibration import planned_step
+from shoal.planner.operation_speeds import REFERENCE
 from shoal.planner.strategy_search import Planner, Workload
 from shoal.planner.trace_model import trace_model
 

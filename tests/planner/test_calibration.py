@@ -10,8 +10,9 @@ from quick_calibration import NETWORKS, measure_few_points
 
 from shoal.costs import machine
 from shoal.costs.machine import Compute, flat, low_and_spread
-from shoal.planner import calibration
-from shoal.planner.calibration import calibrate, in_steps, rank_counts, summary
+from shoal.planner import calibration, operation_speeds
+from shoal.planner.calibration import calibrate, rank_counts, summary
+from shoal.planner.operation_speeds import in_steps, traced
 
 
 def test_ranks_are_measured_up_to_twice_the_cores_and_eight() -> None:
@@ -30,10 +31,10 @@ def test_a_calibration_has_all_that_a_plan_asks_for(
     for name, value in (
         ("rank_counts", lambda cores: [2]),
         ("_measure_rank", measure_few_points),
-        ("NETWORKS", NETWORKS),
         ("ENGINES", tensor),
     ):
         monkeypatch.setattr(calibration, name, value)
+    monkeypatch.setattr(operation_speeds, "NETWORKS", NETWORKS)
     lines: list[str] = []
     measured = calibrate(lines.append)
     speeds = measured.compute[2]
@@ -66,7 +67,7 @@ def test_speeds_in_steps_are_those_that_the_steps_were_made_of() -> None:
             ),
             sum(cold.op_s(op, 0.0, 1.0, 1e-5) for op in work.optimizer),
         )
-        for work, _, samples in map(calibration._traced, calibration.NETWORKS)
+        for work, _, samples in map(traced, operation_speeds.NETWORKS)
     ]
     solved = in_steps((hot.matmul, hot.conv, hot.memory), phases)
     for name in ("forward_op_s", "backward_op_s", "step_op_s"):

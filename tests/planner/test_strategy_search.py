@@ -13,7 +13,8 @@ from torch import nn
 from shoal.costs.cluster import Cluster, Host, Link, one_host
 from shoal.costs.machine import UNKNOWN_CPU
 from shoal.errors import ConfigError, StrategyRefused
-from shoal.planner.calibration import ENGINES, MOST_RANKS, MakeStep, planned_step
+from shoal.planner.calibration import ENGINES, MOST_RANKS, planned_step
+from shoal.planner.operation_speeds import MakeStep
 from shoal.planner.plan_report import as_json, explain, report
 from shoal.planner.smallest_change import Command
 from shoal.planner.strategy_search import COMPARED, Planner, Workload, candidate_lines
