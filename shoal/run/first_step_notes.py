@@ -1,6 +1,7 @@
 """Notes about the first step: what makes it differ from that of one device.
 
 collectives      What torch.distributed sends passes no gradient to the other ranks.
+hooks            A module's backward hook may bound gradients of some rows of the batch.
 buffers          Codebooks, queues and moving averages are computed from a batch. Where each rank,
                  or each micro-batch, has another part of it, their values are not those of one
                  device. BatchNorm has a note of its own.
@@ -26,9 +27,10 @@ from shoal.data.draws import draws_numbers
 from shoal.data.seeds import HostGenerators
 from shoal.data.tree_map import tensors_in
 from shoal.platform.script_line import caller, calling_line, is_called_from, script_line
-from shoal.platform.torch_private.module_state import BatchNormBase, is_compiled
+from shoal.platform.torch_private.module_state import BatchNormBase, hooks_of, is_compiled
 from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.platform.torch_private.tensor_state import schema_of
+from shoal.run.parameter_hooks import is_of_script
 from shoal.run.prepared import Prepared
 from shoal.shm_backend.torch_calls import watchers
 from shoal.strategies.module_snapshot import changed_since, mutable_buffers, snapshot
@@ -52,10 +54,27 @@ def noting_first_step(prepared: Prepared, is_computed: bool) -> Iterator[None]:
         if mesh.data.size == 1 and not in_micro_batches:
             yield
             return
+        _note_backward_hooks(prepared)
         notes.enter_context(_noting_buffers(prepared, in_micro_batches, is_computed))
         if settings.draws != "global":
             notes.enter_context(_noting_draws(prepared))
         yield
+
+
+def _note_backward_hooks(prepared: Prepared) -> None:
+    """Announce modules whose hooks may change gradients of some rows of a batch."""
+    names = [
+        name or type(module).__name__
+        for name, module in prepared.root.named_modules()
+        if any(map(is_of_script, hooks_of(module, "backward", "backward_pre")))
+    ]
+    if names:
+        prepared.announce(
+            f"note: {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}: a backward "
+            "hook sees gradients of some rows of the batch. What it puts in their place must be "
+            "linear in them: a bound, a norm or a sign is not that of one device. "
+            "run.clip_gradients is of all ranks."
+        )
 
 
 WRITES = "pass writes these buffers from the samples of one rank"

@@ -58,10 +58,10 @@ class ParameterHooks:
             return
         new: list[NamedHook] = []
         for name, parameter in self._parameters.items():
-            if any(map(_is_of_script, accumulation_hooks(parameter).values())):
+            if any(map(is_of_script, accumulation_hooks(parameter).values())):
                 raise _refusal(name, "it would act on the gradient of each part of a batch")
             for key, hook in gradient_hooks(parameter).items():
-                if key in self._checked or not _is_of_script(hook):
+                if key in self._checked or not is_of_script(hook):
                     continue
                 if isinstance(parameter, DTensor):
                     raise _refusal(name, "a part of its gradient is on this rank alone")
@@ -77,7 +77,7 @@ def _refusal(name: str, why: str) -> StrategyRefused:
     )
 
 
-def _is_of_script(hook: Any) -> bool:
+def is_of_script(hook: Any) -> bool:
     """Return True for a hook that no strategy and no engine has registered."""
     function = getattr(hook, "func", hook)  # of a partial
     module = getattr(function, "__module__", None) or type(function).__module__

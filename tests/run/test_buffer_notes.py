@@ -1,5 +1,7 @@
 """Buffers that a forward pass writes from a batch are named where ranks write other values."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from minimal_script import parts
@@ -51,6 +53,30 @@ def test_buffers_that_differ_between_ranks_are_named_once() -> None:
 def test_buffers_that_micro_batches_write_are_named() -> None:
     (line,) = notes(2)
     assert line.startswith("note: center, passes: a forward pass writes these buffers")
+
+
+def bounded(module: nn.Module, before: Any, after: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(gradient.clamp(-0.01, 0.01) for gradient in before)
+
+
+def notes_on_hooks(hooked: bool) -> list[str]:
+    lines: list[str] = []
+    run = shoal.init(announce=lines.append)
+    layers = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double()
+    if hooked:
+        layers[1].register_full_backward_hook(bounded)
+    model, _, loader = run.prepare(*parts(layers))
+    for x, y in loader:
+        run.backward(F.cross_entropy(model(x), y))
+    return [line for line in lines if "backward hook" in line]
+
+
+def test_a_hook_that_may_bound_gradients_of_some_rows_is_named_once() -> None:
+    assert in_turn(notes_on_hooks, (True,)) == [[]]
+    for found in world.run(2, in_turn, notes_on_hooks, (True,), (False,))[:1]:
+        assert len(found[0]) == 1
+        assert found[0][0].startswith("note: 1: a backward hook sees gradients of some rows")
+        assert not found[1]
 
 
 def notes_of_stages() -> list[str]:
