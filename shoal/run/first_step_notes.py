@@ -30,9 +30,9 @@ from shoal.platform.script_line import caller, calling_line, is_called_from, scr
 from shoal.platform.torch_private.module_state import BatchNormBase, hooks_of, is_compiled
 from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.platform.torch_private.tensor_state import schema_of
-from shoal.run.parameter_hooks import is_of_script
 from shoal.run.prepared import Prepared
 from shoal.shm_backend.torch_calls import watchers
+from shoal.strategies.grad_checks import is_of_script
 from shoal.strategies.module_snapshot import changed_since, mutable_buffers, snapshot
 from shoal.strategies.wrap_units import has_dropout
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +17,11 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.tensor_state import accumulation_hooks, gradient_hooks, has_hooks
 from shoal.strategies.base import LocalModel
+from shoal.strategies.grad_checks import is_of_script
 from shoal.trial.child_process import computed_in_child
 
 NamedHook = tuple[str, Callable[[Tensor], Tensor | None], Tensor]
 """A hook of the script, after the name of its parameter and before the parameter."""
-_OWN = ("shoal", "torch")
-"""Packages whose hooks belong to a strategy or an engine."""
 CURE = (
     "Change gradients between run.forward_backward and optimizer.step() instead, where .grad and "
     "run.gradients() have those of the whole batch; run.clip_gradients(max_norm) bounds them."
@@ -75,13 +73,6 @@ def _refusal(name: str, why: str) -> StrategyRefused:
     return StrategyRefused(
         f"{name} has a hook, which would see the gradient of some rows of the batch: {why}. {CURE}"
     )
-
-
-def is_of_script(hook: Any) -> bool:
-    """Return True for a hook that no strategy and no engine has registered."""
-    function = getattr(hook, "func", hook)  # of a partial
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return str(module).partition(".")[0] not in _OWN
 
 
 def _not_additive(hooks: Sequence[NamedHook]) -> str:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import cmath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,14 @@ from torch.nn.utils import get_total_norm
 from shoal.comm.norm import to_local
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.kernels import flatten_dense_tensors
+
+
+def is_of_script(hook: Any) -> bool:
+    """Return True for a hook on gradients or a module that is neither torch's nor Shoal's."""
+    function = getattr(hook, "func", hook)  # of a partial
+    module = getattr(function, "__module__", None) or type(function).__module__
+    # Hooks of a strategy may be partial functions, wrapped for torch.compile.
+    return str(module).partition(".")[0] not in ("torch", "shoal", "functools")
 
 
 def accumulated_twice_error(name: str) -> UsageError:

@@ -40,6 +40,7 @@ from shoal.platform.torch_private.tensor_state import (
     in_function_transform,
     version,
 )
+from shoal.strategies.grad_checks import is_of_script
 from shoal.strategies.tensor.lazy_gather import check_first_derivative
 from shoal.strategies.tensor.sequence import SequenceParallelTensor
 
@@ -77,7 +78,7 @@ class Region:
         """
         if not self.depth:
             for module, kinds, columns in self.slice_hooks:
-                if any(map(_is_of_script, hooks_of(module, *kinds))):
+                if any(map(is_of_script, hooks_of(module, *kinds))):
                     self._refuse_hook(module, columns)
         self.depth += 1
 
@@ -137,13 +138,6 @@ class Region:
         # pairs must not live until its end.
         self.entered = [*self.entered[-1:], (x, state, column_input)]
         return column_input
-
-
-def _is_of_script(hook: Any) -> bool:
-    """Return True for a hook that is neither torch's nor Shoal's."""
-    package = getattr(getattr(hook, "func", hook), "__module__", "").partition(".")[0]
-    # Hooks of a strategy may be partial functions, wrapped for torch.compile.
-    return package not in ("torch", "shoal", "functools")
 
 
 class ColumnInput(NamedTuple):
