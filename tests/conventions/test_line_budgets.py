@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_820,
     "shoal/platform": 2_080,
     "shoal/plotting": 460,
-    "shoal/run": 9_630,
+    "shoal/run": 9_640,
     "shoal/shm_backend": 2_600,
     "shoal/strategies": 15_900,
     "shoal/testing": 240,
