@@ -219,7 +219,7 @@ def load(path: Path) -> Machine:
                 raise ValueError(f"{key}={read[key]}: must be greater than 0")
         return Machine(**read)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-        where = f"{path}: is no machine file of `shoal calibrate`"
+        where = f"{path}: is no machine file of this version: run `shoal calibrate` again"
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
 
 

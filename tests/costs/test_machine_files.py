@@ -72,5 +72,5 @@ def test_a_bad_machine_file_is_refused(
     file = tmp_path / "bad.json"
     PRESETS["h100"].save(file)
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ConfigError, match=f"is no machine file of .*{problem}"):
+    with pytest.raises(ConfigError, match=f"is no machine file of .*calibrate` again.*{problem}"):
         machine.load(file)
