@@ -179,7 +179,7 @@ class ShoalStrategy(_Strategy):
     def _keep_loss(self, result: Any) -> Any:
         """Keep the loss of a step; return what Lightning takes: a counted loss as a tensor."""
         is_mapping = isinstance(result, Mapping)
-        self._loss = result["loss"] if is_mapping else result
+        self._loss = result.get("loss") if is_mapping else result
         if not isinstance(self._loss, Counted):
             return result
         parts = (t.value if t.count is None else t.value / t.count for t in self._loss.terms)

@@ -76,12 +76,7 @@ NETWORKS: Sequence[MakeStep] = (
     partial(network, "residual_cnn", {"widths": [8, 16, 32]}, (8, 3, 20, 20)),
     partial(network, "lstm", {"width": 96, "layers": 2}, (12, 12)),
     partial(network, "gpt", {"width": 96, "layers": 2, "heads": 3}, (6, 48)),
-    partial(
-        network,
-        "gpt",
-        {"width": 192, "layers": 3, "heads": 6},
-        (4, 32),
-    ),
+    partial(network, "gpt", {"width": 192, "layers": 3, "heads": 6}, (4, 32)),
 )
 """Networks whose steps tell how long operations take where they find caches cold."""
 REFERENCE: MakeStep = NETWORKS[-2]
@@ -124,6 +119,7 @@ def _seconds_of(samplers: Sequence[Sampler]) -> list[list[tuple[float, float]]]:
 
 
 def processor_clock() -> Callable[[], float]:
+    """Return the clock of a rank: processor time, or the wall's where it has several threads."""
     return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 

@@ -69,7 +69,7 @@ def wait_for_address(host: str, wait_s: float) -> None:
             if time.monotonic() >= start_s + NOTE_S and not is_told:
                 is_told = True
                 log.warning(
-                    "waits up to %.0f s for a name server that knows %s, where rank 0 is to be met",
+                    "note: waits up to %.0f s for a name server that knows %s, where rank 0 is met",
                     wait_s,
                     host,
                 )
