@@ -86,11 +86,11 @@ class Mesh(Axis):
     def data(self) -> Axis:
         return self if self.axes is None else self.axes.data
 
-    @property
+    @cached_property
     def tensor(self) -> Axis:
         return Axis(0, 1, self.device) if self.axes is None else self.axes.tensor
 
-    @property
+    @cached_property
     def pipeline(self) -> Axis:
         return Axis(0, 1, self.device) if self.axes is None else self.axes.pipeline
 

@@ -199,7 +199,7 @@ class BatchSizes:
         if rows is None:
             if yielding := self._yielding:
                 share = self._share_of(arguments, yielding)
-                tensors = tensors_in(arguments)
+                tensors = arguments if are_tensors(arguments) else tensors_in(arguments)
                 shards = (x.yielded.shard_of(t) for t in tensors for x in self._loaders)
                 self._history.add(next((shard for shard in shards if shard is not None), None))
                 self._history.loaders = self._loaders

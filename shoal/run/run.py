@@ -203,7 +203,9 @@ class Run(StatefulRun):
         """
         self._prepared.local_model()  # raises where nothing is prepared, or a layer was thawed
         self._checks.begin()
-        batch = make()._replace(stop_requested=self._stop_requested)
+        batch = make()
+        if self._stop_requested:
+            batch = batch._replace(stop_requested=True)
         if reduction == "ranks":
             batch = weighted_by_rank(batch, self.mesh.data.size)
         self._gathering.begin_step(batch)

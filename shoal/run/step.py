@@ -145,6 +145,6 @@ class TrainingStep:
         self._nonfinite_steps.judge(totals, numbers, earlier.values())
         add_gradients(earlier)
         extra = loss_terms.join(result.extras, totals) if result.extras else None
-        loss = local_step.mean_loss(result, size)
+        loss = local_step.mean_loss(result, size, numbers)
         self._progress.enter(Phase.BETWEEN)
         return StepOutput(loss, extra, totals, result.extras)

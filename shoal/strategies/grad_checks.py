@@ -96,15 +96,11 @@ class FiniteCheck:
         self.names.clear()
         self.losses.clear()
 
-    def look(self, gradients: Mapping[str, Tensor | None], joined: Tensor | None = None) -> None:
-        """Look at gradients of this rank before they are sent.
-
-        Args: joined: all of them in one tensor, where there is one.
-        """
+    def look(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Look at gradients of this rank before they are sent."""
         if not self.enabled:
             return
-        present = [gradient for gradient in gradients.values() if gradient is not None]
-        if not seem_finite(present if joined is None else [joined]):
+        if not seem_finite(gradient for gradient in gradients.values() if gradient is not None):
             names = nonfinite_names(gradients)
             self.found = self.found or bool(names)
             self.names += names
@@ -116,6 +112,11 @@ def seem_finite(tensors: Iterable[Tensor]) -> bool:
     Waits for the device, once.
     """
     return are_finite(read(sums_of(tensors)))
+
+
+def has_finite_sum(values: Tensor) -> bool:
+    """Return `seem_finite` of one plain tensor."""
+    return cmath.isfinite(_sum(values).item())
 
 
 def sums_of(tensors: Iterable[Tensor]) -> list[Tensor]:

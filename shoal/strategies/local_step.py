@@ -23,7 +23,7 @@ division with these two functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -164,9 +164,16 @@ def forward_backward(model: LocalModel, batch: LocalBatch) -> StepResult:
     return result
 
 
-def mean_loss(result: StepResult, global_batch_size: int) -> Tensor:
-    """Return the global mean loss of a step, a scalar."""
+def mean_loss(
+    result: StepResult, global_batch_size: int, numbers: Sequence[float] | None = None
+) -> Tensor:
+    """Return the global mean loss of a step, a scalar.
+
+    Args: numbers: the totals as Python's numbers, where they are at hand.
+    """
     totals = result.step_totals
+    if numbers is not None and not result.is_sum_and_count:
+        return totals.new_full((), numbers[LOSS_SUM] / global_batch_size)  # the same bits, sooner
     count = count_or_one(totals) if result.is_sum_and_count else global_batch_size
     return totals[LOSS_SUM] / count
 

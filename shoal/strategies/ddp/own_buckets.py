@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,8 @@ from shoal.comm.axis import Axis
 from shoal.comm.buckets import bucketize
 from shoal.comm.compression.base import BucketEntry
 from shoal.comm.norm import to_local
-from shoal.platform.tensors import MIB, dense
-from shoal.platform.torch_private.kernels import foreach_copy_
+from shoal.platform.tensors import MIB, dense, tensor_on
+from shoal.platform.torch_private.kernels import flatten_dense_tensors, foreach_copy_
 from shoal.strategies.base import (
     NONFINITE,
     TOTALS_LENGTH,
@@ -46,7 +46,7 @@ from shoal.strategies.base import (
 )
 from shoal.strategies.ddp.gradient_reducer import GradientReducer
 from shoal.strategies.ddp.reduce_functions import RankOrderMean, ReduceFunction
-from shoal.strategies.grad_checks import accumulated_twice_error
+from shoal.strategies.grad_checks import accumulated_twice_error, has_finite_sum
 from shoal.strategies.module_snapshot import BufferSync
 
 Wait = Callable[[], object]
@@ -60,36 +60,38 @@ class Bucket:
 
     Attributes:
         members: their names and shapes on this rank.
+        counts, numel: elements of each, and of all.
         missing: names of those that have no gradient yet in this backward pass.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = [*parameters.values()]
         self.members = [BucketEntry(name, to_local(p).shape) for name, p in parameters.items()]
+        self.counts = [member.count for member in self.members]
+        self.numel = sum(self.counts)
         self.missing: set[str] = set()
 
     @property
     def dtype(self) -> torch.dtype:
         return self.parameters[0].dtype
 
-    @property
-    def numel(self) -> int:
-        return sum(member.count for member in self.members)
-
     def pack(self, *more: Tensor) -> Tensor:
         """Return the gradients one after the other, zeros for missing ones, and then `more`."""
-        return torch.cat([*map(_flat_gradient, self.parameters), *more])
+        return flatten_dense_tensors([*map(_own_gradient, self.parameters), *more])
 
-    def unpack(self, means: Tensor, used: Iterator[bool]) -> list[str]:
+    def unpack(self, message: Tensor, used: Iterator[bool]) -> list[str]:
         """Copy means to the gradients, and return the names of the parameters that have one.
 
-        Args: used: for each parameter, True if any rank had a gradient. Else it gets None.
+        Args:
+            message: of `pack`, after its mean.
+            used: for each parameter, True if any rank had a gradient. Else it gets None.
         """
         names: list[str] = []
         gradients: list[Tensor] = []
         found: list[Tensor] = []
-        pieces = means.split([member.count for member in self.members])
-        for member, parameter, piece in zip(self.members, self.parameters, pieces, strict=True):
+        # In this loop a call for each parameter costs more than its bytes.
+        pieces = message.split_with_sizes([*self.counts, message.numel() - self.numel])
+        for member, parameter, piece in zip(self.members, self.parameters, pieces, strict=False):
             if not next(used):
                 parameter.grad = None
                 continue
@@ -99,7 +101,7 @@ class Bucket:
                 own: Tensor = parameter
                 parameter.grad = as_shard(empty, own) if isinstance(own, DTensor) else empty
             gradients.append(to_local(parameter.grad))
-            found.append(piece.view(member.shape))
+            found.append(piece.view_as(gradients[-1]))
         if gradients:
             foreach_copy_(gradients, found)
         return names
@@ -115,13 +117,19 @@ def bucketize_backward(parameters: Mapping[str, nn.Parameter], bucket_mb: float)
     return [Bucket({names[id(parameter)]: parameter for parameter in group}) for group in groups]
 
 
-def _flat_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return a parameter's gradient, (numel,), or zeros. Makes a sparse gradient dense."""
+def _own_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter's gradient on this rank, or zeros. Makes a sparse gradient dense."""
     if parameter.grad is None:
-        return torch.zeros_like(to_local(parameter)).reshape(-1)
+        return torch.zeros_like(to_local(parameter))
     if parameter.grad.is_sparse:
         parameter.grad = dense(parameter.grad)
-    return to_local(parameter.grad).reshape(-1)
+    return to_local(parameter.grad)
+
+
+@lru_cache(maxsize=64)
+def _cached_flags(flags: tuple[bool, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return flags as numbers, (len(flags),). They are the same in nearly every step."""
+    return tensor_on(flags, dtype, device)
 
 
 class OwnBuckets(GradientReducer):
@@ -160,6 +168,7 @@ class OwnBuckets(GradientReducer):
             and isinstance(reduce, RankOrderMean)
             and {bucket.dtype for bucket in buckets} in ({torch.float32}, {torch.float64})
         )
+        self._flags_go_alone = axis.host_device != axis.device
         self._is_last_pass: bool | None = None  # None outside of passes: hooks do nothing
         self._sent: list[tuple[Tensor, Wait]] = []
         self._hooks = [
@@ -191,11 +200,11 @@ class OwnBuckets(GradientReducer):
             self._is_last_pass = None
 
     def finish_step(self, totals: Tensor) -> Tensor:
-        flags = [p.grad is not None for bucket in self.buckets for p in bucket.parameters]
-        flags.append(self._buffers.changed())
+        has_grad = (p.grad is not None for bucket in self.buckets for p in bucket.parameters)
+        flags = (*has_grad, self._buffers.changed())
         while len(self._sent) < len(self.buckets) - self._joins_last:
             self._send_next()
-        means, (*used, changed) = self._exchange_totals(totals, flags)
+        *used, changed = self._exchange_totals(totals, flags)
         self._buffers.record_change(changed)
         remaining = iter(used)
         names: list[str] = []
@@ -204,7 +213,7 @@ class OwnBuckets(GradientReducer):
             names += bucket.unpack(message, remaining)
         self._sent.clear()
         self.reduce.finish_step(names)
-        return means.to(totals.dtype, copy=True)  # a view would keep the gradients' message
+        return totals
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -214,27 +223,28 @@ class OwnBuckets(GradientReducer):
         self._axis = replace(self._axis, group=None)
         super().close()
 
-    def _exchange_totals(self, totals: Tensor, flags: Sequence[bool]) -> tuple[Tensor, list[bool]]:
-        """Return the mean of the totals, and for each flag if any rank has set it. Collective.
+    def _exchange_totals(self, totals: Tensor, flags: tuple[bool, ...]) -> list[bool]:
+        """Replace totals by their mean; return for each flag if any rank has set it. Collective.
 
         After the backward pass of a small model the last bucket is sent with them.
         """
-        to_host = self._axis.host_device != totals.device
-        # Nobody may wait for a GPU to read flags, so they go over the CPU.
-        own = totals.new_tensor([] if to_host else flags, dtype=torch.float64)
         last = self.buckets[-1] if self._joins_last else Bucket({})
         dtype = last.dtype if last.parameters else torch.float64
-        message = last.pack(totals.to(dtype), own.to(dtype))
-        gradients, means, found = message.split([last.numel, TOTALS_LENGTH, len(own)])
+        # Nobody may wait for a GPU to read flags, so they go over the CPU.
+        own = _cached_flags(() if self._flags_go_alone else flags, dtype, totals.device)
+        message = last.pack(totals.to(dtype), own)
         if last.parameters:
-            self._look(last, gradients)
+            self._look(last, message)
+        rest = message[last.numel :]
         if self.model.finite_check.found:
-            means[NONFINITE] = 1.0
+            rest[NONFINITE] = 1.0
         self._start_mean(message)()
         if last.parameters:
-            self._sent.append((gradients, no_op))
-        used = self._axis.sum_of_host_numbers(flags) if to_host else found.tolist()
-        return means, [share > 0 for share in used]
+            self._sent.append((message, no_op))
+        totals.copy_(rest[:TOTALS_LENGTH])
+        if self._flags_go_alone:
+            return [share > 0 for share in self._axis.sum_of_host_numbers(flags)]
+        return [share > 0 for share in rest.tolist()[TOTALS_LENGTH:]]
 
     def _on_grad_ready(self, bucket: Bucket, name: str, _: Tensor) -> None:
         if self._is_last_pass is None:
@@ -258,8 +268,9 @@ class OwnBuckets(GradientReducer):
         """Find gradients of a bucket that are not finite."""
         check = self.model.finite_check
         check.has_looked = True
-        pairs = zip(reversed(bucket.members), reversed(bucket.parameters), strict=True)
-        check.look({member.name: parameter.grad for member, parameter in pairs}, message)
+        if check.enabled and not has_finite_sum(message):
+            pairs = zip(reversed(bucket.members), reversed(bucket.parameters), strict=True)
+            check.look({member.name: parameter.grad for member, parameter in pairs})
 
     def _start_mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> Wait:
         """Start to replace `message` by its mean over ranks; return what waits for it. Collective.
