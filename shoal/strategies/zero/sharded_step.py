@@ -1,6 +1,6 @@
 """One rank's steps through torch's `fully_shard`.
 
-      forward    root opens │ compute_loss: units gather, compute, free │ root closes, adds token
+      forward    root opens │ compute_loss: units gather, compute, free │ root closes; loss + token
       backward   units gather again, compute, reduce │ the root's parameters are reduced and freed
       reduce     scalars; parameters that no rank has used lose their gradient
 
@@ -50,11 +50,11 @@ class ShardedStep:
         arguments: of `fully_shard`: mesh and policies. The constructor is collective.
 
     Attributes:
-        totals_work: makes the totals of this step their sum over ranks; None on one rank.
+        totals_work: the asynchronous all-reduce of this step's totals; None on one rank.
         scalars: 0-dimensional trainable parameters, by name.
         replicated: their DTensors, by name, which the optimizer steps.
         lockstep: None on one rank.
-        root: the module around the user's model, which the engine takes for the model.
+        root: the module around the user's model, and the root module of `fully_shard`.
         engines: units and the root, as the engine knows them.
     """
 
@@ -91,7 +91,7 @@ class ShardedStep:
         for engine in self.engines:
             type(engine).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
         self.root.open_for_calls({*user_models(model.module), *wrapped.values()}, self.release)
-        # What the optimizer steps, and the parameter of the model that shows its gradient.
+        # (parameter that the optimizer steps, parameter of the model that the loop sees instead).
         self._shown: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._former.note_changes()
         self._offloads = "offload_policy" in arguments
@@ -129,10 +129,10 @@ class ShardedStep:
             self.root.end_held(self.release)
 
     def _show_gradients(self, name: str) -> None:
-        """Give gathered parameters a gradient where their shards have one: a loop may set those of
-        its model to None, or to zero, between the model's call and the backward pass.
+        """Give gathered parameters a gradient of zeros where their shards have a gradient: a loop
+        may zero its gradients, or set them to None, between forward and backward pass.
 
-        Args: name: of a module.
+        Args: name: of the module whose parameters are gathered now.
         """
         module = self.model.module.get_submodule(name)
         for path, gathered in module.named_parameters(prefix=name):
@@ -144,7 +144,7 @@ class ShardedStep:
                 self._shown.append((shard, gathered))
 
     def settle_gradients(self) -> None:
-        """Do to gradients of shards what the loop has done to those that were shown."""
+        """Set a shard's gradient to None or zero where the loop did so to the gathered one."""
         for shard, shown in self._shown:
             if shown.grad is None:
                 shard.grad = None
@@ -174,11 +174,11 @@ class ShardedStep:
     def _configure(self, reduces: bool = False, frees: bool = False, is_last: bool = False) -> None:
         """Choose what the engine does in the backward passes that come now.
 
-        Those inside the forward pass are of inner gradients: they reduce and free nothing.
+        One inside the forward pass (`torch.autograd.grad`) reduces no gradient and frees nothing.
 
         Args: is_last: no further backward pass comes before the next forward pass.
         """
-        # `engines` has those of inner modules too.
+        # `engines` has every unit, so each call is for one module alone.
         for engine in self.engines:
             engine.set_requires_gradient_sync(reduces, recurse=False)
             engine.set_reshard_after_backward(frees, recurse=False)
