@@ -66,10 +66,11 @@ class ScheduleExecutor:
         self.table = comm.table
         self.comm = comm
         self.compute = compute
-        # Graphs between forward and backward pass: received values, whose `.grad` is sent back.
+        # Micro-batches between forward and backward pass: received activations, whose `.grad` is
+        # sent back, and the stage's output with its graph.
         self._saved: dict[tuple[int, int], tuple[list[Tensor], StageOutput]] = {}
-        # The remaining halves of backward passes: roots that do not depend on received values, and
-        # torch's notes on the graph between the other roots and the weights.
+        # W actions to come: roots that do not depend on received activations; parameter groups of
+        # torch's `stage_backward_input` for the others.
         self._weight_backwards: dict[tuple[int, int], tuple[Roots, list[dict[str, Any]]]] = {}
         self._has_split_backward = any(
             action.kind == "W" for row in comm.table.rows for action in row
@@ -114,8 +115,7 @@ class ScheduleExecutor:
             value.requires_grad_(meta.has_gradient)
             for value, meta in zip(values, metas, strict=True)
         ]
-        # A stage may begin with an in-place step, which autograd forbids on a leaf. A clone of a
-        # leaf is no leaf.
+        # A stage may begin with an in-place operation, which autograd forbids on a leaf: clone it.
         inputs = tuple(leaf.clone() if leaf.requires_grad else leaf for leaf in leaves)
         output = self.compute(stage, microbatch, inputs)
         if self._has_split_backward:
@@ -140,8 +140,8 @@ class ScheduleExecutor:
         roots = self._roots(action, output)
         leaves = [leaf for leaf in received if leaf.requires_grad]
         parameters = self._trainable[action.stage]
-        # torch's halves find only parameters between the roots and the leaves. Roots that do not
-        # depend on a leaf wait for the half of the weights; nobody waits for their gradients.
+        # torch's split backward finds only parameters between roots and leaves. Roots that depend
+        # on no leaf are left for the W action: no other stage waits for their gradients.
         dependent, independent = _split_roots(roots, leaves)
         groups: list[dict[str, Any]] = []
         if dependent and parameters:
@@ -276,7 +276,7 @@ def add_weight_gradients(groups: Sequence[dict[str, Any]]) -> None:
         gradients: list[torch.Tensor] = []
         with ExitStack() as stack:
             for node, of_node in zip(group["intermediates"], group["grads"], strict=True):
-                # Whatever else flows into this node is a part of what it got in the first half.
+                # The I action has found this node's full gradient; what arrives now is a part.
                 hook = node.register_prehook(lambda _, of_node=of_node: of_node)
                 stack.callback(hook.remove)
                 for index, gradient in enumerate(of_node):
@@ -285,7 +285,7 @@ def add_weight_gradients(groups: Sequence[dict[str, Any]]) -> None:
                         gradients.append(gradient)
             if not edges:
                 continue
-            # The graph stays: weights before a cross attention share a part of their way.
+            # Groups may share nodes, as weights before a cross attention do: keep the graph.
             accumulators = list(group["params"])
             found = torch.autograd.grad(
                 edges,
