@@ -86,9 +86,9 @@ class Shard(ShardReplica):
             self.history.add(event)
 
     def all_workers_read(self, done: Mapping[int, int]) -> bool:
-        """Return whether every worker has used values that include `done` steps of its own.
+        """Return whether each worker has computed with values that include its `done` steps.
 
-        A worker that requests a step has finished its backward pass, and read all values before.
+        A worker that requests a step has finished its backward pass, so it has read all values.
         """
         return all(
             self.step_requests.get(worker, (-1,))[0] >= steps for worker, steps in done.items()
@@ -115,7 +115,7 @@ class Shard(ShardReplica):
         if partition in self.owned and partition not in self.leaving:
             self._allocate(partition)
         partition_state = self.require_partition(partition)
-        # Updates of a record are numbered on, where weights are loaded in the middle of a run.
+        # The event log numbers the updates of a partition: a load in mid-run must not go back.
         updates = clock if self.staleness == 0 else max(clock, partition_state.clock)
         partition_state.load(values, state, updates)
         self._reset_requests(partition, dict.fromkeys(self.workers, clock))
@@ -218,14 +218,14 @@ class Shard(ShardReplica):
         if not requested or len(sum_.added) < len(self.workers):
             return []
         step, request = self.step_requests[self.workers[0]]
-        # A gradient that is not finite is in the sum already, so no worker's can be used.
+        # The sum has the NaN of any worker: what one of them drops is dropped for all.
         requests = [self.step_requests[worker][1] for worker in self.workers]
         request = request._replace(
             leaves_out=any(each.leaves_out for each in requests),
             without=[name for each in requests for name in each.without],
         )
         self.sums[partition] = GradientSum(sum_.memory)
-        # A dense gradient changes all blocks; only after a sparse one is a comparison worth it.
+        # Only after a sparse gradient some blocks of values stay equal, and need not be sent.
         before = state.values.clone() if sum_.sparse else None
         update = GradientUpdate(-1, step, sum_.total(), sum_.present)
         replicated = self._apply(partition, update, request)
@@ -256,7 +256,7 @@ class Shard(ShardReplica):
         """Run the optimizer on a partition, and return the same update for each backup."""
         state = self.held[partition]
         settings = request.settings[state.part.group]
-        # Where no segment has a gradient, the clock goes on all the same.
+        # A step in which no segment has a gradient counts in the clock too.
         names = [segment.name for segment in state.part.segments]
         update = update._replace(grad_mask=request.mask(update.grad_mask, names))
         if request.scale != 1.0:  # not in place: it may be the memory of a worker
