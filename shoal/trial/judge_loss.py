@@ -1,4 +1,4 @@
-"""The verdict on a loss: the whole and its parts, and what tells randomness from coupling."""
+"""The trial of a loss: are its gradients on a batch the means of those on parts of the batch?"""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from shoal.trial.untouched import Untouched
 MAX_ROWS = 16
 """Rows of a batch that are enough for the passes through whole models."""
 TOLERANCE = 1e-4
-"""float32 separates by four orders: means differ by 2e-7 at most, coupled losses by 5e-3."""
+"""Relative error in float32: 2e-7 at most for a mean over samples, 5e-3 at least if coupled."""
 MOST_NUMBERS = 8
 """Numbers of the script that are changed, one after the other."""
 TOLERANCE_IN_HALF = 0.4
-"""16 bits hide what is smaller, so below it nothing is said."""
+"""Relative error up to which 16-bit rounding may be the cause: no verdict."""
 _MEANS = (LossKind.MEAN, LossKind.COUNTED)
 _ANSWERS = (*_MEANS, LossKind.COUPLED)
 
@@ -114,7 +114,7 @@ class LossJudge:
 
     Attributes:
         arithmetic: a context of each pass.
-        draws: of the whole, with what the parts showed of them.
+        draws: random numbers drawn on all rows; parts get those of their rows.
     """
 
     def __init__(self, compute: Callable[[Tensor], Any], state: Untouched, num_rows: int) -> None:
@@ -153,8 +153,8 @@ class LossJudge:
         return self._confirmed(verdict, whole) if verdict.objects else verdict
 
     def memory(self) -> float:
-        """Return how far the gradients of all rows, after one half of them, are from those after
-        the other half: above 0 if the function keeps something of the samples that it has seen.
+        """Return the relative difference between the gradients of all rows after a pass over one
+        half and after one over the other: above 0 if the function keeps samples, as a queue does.
 
         A function that fails now, as one that keeps a state for each row, gives 0.
         """
@@ -172,8 +172,8 @@ class LossJudge:
         return difference if difference > TOLERANCE else 0.0
 
     def numbers_read(self, numbers: Mapping[str, Place]) -> tuple[str, ...]:
-        """Return the names of those that change the loss, or its gradients, where they change,
-        and of those that are too large to be changed.
+        """Return the names of those on which the loss or its gradients depend, and of those that
+        are too large to be tried.
         """
         names = []
         for name, number in [*numbers.items()][:MOST_NUMBERS]:
@@ -202,7 +202,7 @@ class LossJudge:
         failure: _FailedError | None = None
         order, n = self._order, self._num_rows
         third = max(1, n // 3)
-        # In order: the loop may have sorted the rows by length, which some functions ask for.
+        # Keep the order of rows: packed sequences ask for rows that are sorted by length.
         splits = [
             (order[:third].sort().values, order[third:].sort().values),
             (order[:1], order[1:].sort().values),
@@ -224,7 +224,7 @@ class LossJudge:
     def _difference(
         self, whole: Measured, errors: list[SplitError], failure: _FailedError | None
     ) -> LossVerdict:
-        """Return the verdict where parts do not add up, or fail, as a mean would not."""
+        """Return the verdict where parts fail, or where their gradients have another mean."""
         if all(error.sum < TOLERANCE for error in errors):
             return LossVerdict(LossKind.SUM, max(error.sum for error in errors))
         worst = max(errors, key=lambda error: error.mean)
@@ -242,7 +242,7 @@ class LossJudge:
         return LossVerdict(LossKind.COUPLED, worst.mean, sizes)
 
     def _needs_two_rows(self, whole: Measured, errors: list[SplitError]) -> bool:
-        """Return True if only parts of a single row are wrong, and by no finite number."""
+        """Return True if only parts of one row differ, by an error or NaN, as in BatchNorm."""
         if any(error.mean >= TOLERANCE and 1 not in error.sizes for error in errors):
             return False
         if not any(error.mean == 1.0 for error in errors):
