@@ -1,4 +1,4 @@
-"""Operators run on two copies of a batch besides: the same rows, and some rows replaced by others.
+"""Run each operator of a loop on two copies of its batch too: one equal, one with replaced rows.
 
     script     x                 x - x.mean(0)         x[perm]        what the loop computes
     same       x                 x - x.mean(0)         x[perm]        equal, or nothing is known
@@ -6,12 +6,12 @@
 
 The copies of a tensor's views are views of its copies, so writes in place are followed. Whatever
 cannot be followed is forgotten, and counts as a constant from then on. A number that the script has
-read from a tensor is known by its digits where it is used, unless it was computed with.
+read by `item()` is found again by its value, unless the script has computed with it.
 
-Random numbers that a loop draws by torch between a batch's coming and its step.
+Random numbers that a loop draws by torch, before the step of a batch, are noted too:
 
-z = torch.randn(len(x), 64)            each data rank draws others: the law of one device, and
-run.forward_backward(..., x, z)        not its numbers
+z = torch.randn(len(x), 64)            each data rank draws other numbers, of the distribution of
+run.forward_backward(..., x, z)        one device
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Memory(NamedTuple):
     """The copies of some memory of the script."""
 
     reference: Any
-    """Weak; the number of a memory may be used again after it."""
+    """Weak reference to the storage, whose address may be used again once it is freed."""
     replaced_rows: Tensor
     """(samples,) bool, on the CPU."""
     views: dict[object, tuple[Tensor, Tensor]]
@@ -74,13 +74,13 @@ class ReplacedRows(DispatchMode):
         draws: "randn at train.py:12" of each operator that has drawn, in order.
         own_draws: the same of those that draw by a generator of the script, which ranks have in
             the same state -> the sizes of what was drawn.
-        of_loss: what runs now computes a loss from the outputs of models.
-        mixed_place: the line of a loss that takes numbers which were computed from other samples,
-            and have no gradient, such as targets, or chooses samples by them; "" if none was seen.
+        of_loss: the operators that run now compute a loss from the outputs of models.
+        mixed_place: the line of a loss that takes targets, or other numbers without a gradient,
+            which mix samples, or that selects samples by these; "" if none was seen.
         tables: (place, digest) of other constants that a loss takes, such as a bank of features or
             the share of each class in the batch.
-        answers: place -> what each question there, true or false, was answered for the rows of this
-            rank, and with replaced ones.
+        answers: place -> each bool that the script read there from a tensor: for its own rows, and
+            with replaced rows.
     """
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ class ReplacedRows(DispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Take what is computed inside for constants."""
+        """Follow nothing inside: tensors computed there count as constants."""
         was_followed = self.stop()
         try:
             yield
@@ -155,7 +155,7 @@ class ReplacedRows(DispatchMode):
         self._earlier: dict[int, Tensor] = {}
 
     def end_step(self) -> None:
-        """Take what was computed from the batches until now, as a queue is, for constants."""
+        """Count tensors of the batches until now as constants: a queue of features is one."""
         self._earlier = {id(m.replaced_rows): m.replaced_rows for m in self._known.values()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -267,7 +267,7 @@ class ReplacedRows(DispatchMode):
         )
 
     def _note_table(self, tensor: Tensor, frame: FrameType) -> None:
-        """Note numbers in which ranks should not differ, but for large ones and whole ones."""
+        """Note a float constant in which ranks should not differ, unless it is large."""
         if tensor.requires_grad:
             return
         is_small = 0 < tensor.numel() <= LARGEST_TABLE and len(self.tables) < MOST_TABLES
@@ -355,7 +355,7 @@ class ReplacedRows(DispatchMode):
         if clones[0].stride() == whole.stride():
             self._note(whole, *clones, rows)
             same, replaced = (c.as_strided(tensor.shape, tensor.stride(), begin) for c in clones)
-        else:  # rows that lie in one another
+        else:  # overlapping strides, as of expand or unfold
             same, replaced = tensor.detach().clone(), tensor.detach().clone()
         self._note(tensor, same, replaced, rows)
 
