@@ -4,7 +4,7 @@
           loss = F.cross_entropy(model(x), y)     the inputs of the first call tell the rows
           run.backward(loss)                      a step whose function returns that loss
 
-Hooks on the models note their calls. They go where the first loss of a run comes from a function.
+Forward hooks note the calls of models. They are removed if the run's first loss is a function's.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ UNKNOWN = (
 
 
 class LoopLoss:
-    """Facts about a loop that computes its loss: the calls of models, and the micro-batch.
+    """The calls of models in a loop that computes its own loss, and its batch and micro-batches.
 
     Attributes:
         refuses_global_draws: False under `shoal verify`, which asks for them in any script.
@@ -107,19 +107,19 @@ class LoopLoss:
         self._autocast = prepared.settings.autocast
         self.watches = False
         self._losses = 0
-        # Of the first losses, since the one before.
+        # Calls of models since the last loss, for the first losses of the run.
         self._first_calls: list[ModelCall] = []
         self._hooks: dict[nn.Module, list[Any]] = {}
-        # Of modules below those: a method may call blocks of a list, or `self.net.forward`.
+        # Hooks of submodules: a method of a model may call `self.blocks[0]` or `self.net.forward`.
         self._hooks_below: list[Any] = []
         self._inner_depth = 0
-        # Of the calls that are under way; None without autocast.
+        # The autocast contexts of nested calls of models; None without autocast.
         self._contexts: list[torch.autocast | None] = []
-        # Inputs of the calls of models since the last step.
+        # Inputs of models since the last step.
         self._calls: deque[tuple[Any, ...]] = deque(maxlen=MOST_CALLS)
-        # Those of modules that a method of a model has called.
+        # Inputs of submodules that a method of a model has called.
         self._inner_calls: deque[tuple[Any, ...]] = deque(maxlen=MOST_CALLS)
-        # Those of the step that is checked.
+        # Inputs of the step whose loss is checked now.
         self._inputs: list[tuple[Any, ...]] = []
         self._microbatch: base.LocalBatch | None = None
         self._collectives = ScriptCollectives(prepared)
@@ -160,7 +160,7 @@ class LoopLoss:
                 self._watch_below(self._graph_check.is_due())
 
     def _watch_below(self, begins: bool) -> None:
-        """Look at what modules below those return, in steps whose losses are looked at."""
+        """Note the outputs of submodules, in steps in which the loss's graph is compared."""
         if not begins:
             for hook in self._hooks_below:
                 hook.remove()
@@ -251,7 +251,7 @@ class LoopLoss:
         inputs, self._inputs = self._inputs, []
         if not prepared.local_model().strategy_state.is_synchronous:
             return
-        # Views of samples, one behind the other, are no batch of the loader, and come of one.
+        # torch.cat of two views of a batch has twice the rows of the batch that the loader yielded.
         yielded = prepared.watch.yielded
         samples = batch.num_samples
         if not batch.step.sizes_known:
@@ -262,7 +262,7 @@ class LoopLoss:
         prepared.watch.judge_loss(inputs)
 
     def take_first_calls(self) -> list[ModelCall] | None:
-        """Return the calls of models since the last loss, of the first losses; None for others.
+        """Return the calls of models behind one of the run's first losses; None for a later loss.
 
         To be called for each loss. Of micro-batches, two are compared before a model is tried.
         """
@@ -370,7 +370,7 @@ class LoopLoss:
         self._contexts.append(context)
 
     def _before_inner(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note a call of a module that is no part of a call of its model."""
+        """Note a call of a submodule from outside of its model's `forward`."""
         if self._is_outer_call():
             self._prepared.watch.end()
             self._collectives.watch(self._graph_check.is_early_step())
