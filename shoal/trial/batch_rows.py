@@ -116,7 +116,9 @@ class BatchNews:
         self.has_padding = False
 
     def found_in(self, batch: Any) -> bool:
-        """Return True for a batch with a new shape, or a lower or higher label than any before."""
+        """Return True for a batch with a new shape, or with a label that may mark what a loss
+        leaves out: lower or higher than any before, and below 0 or in several places.
+        """
         self._batches += 1
         looks = self._batches <= LOOKS_ALWAYS or self._batches % LOOKS_EVERY == 0
         if not looks or self._news > MOST_NEWS:
@@ -135,7 +137,10 @@ class BatchNews:
 
     def _widens(self, index: int, labels: Tensor) -> bool:
         lowest, highest = (int(extreme) for extreme in labels.aminmax())
-        low, high = self._extremes.get(index, (lowest, highest))
-        self._extremes[index] = min(low, lowest), max(high, highest)
+        low, high = self._extremes.setdefault(index, (lowest, highest))
         self.has_padding |= lowest < 0 <= low
-        return lowest < low or highest > high
+        # A rare token or class comes once; padding comes in a row.
+        new = [end for end in (lowest, highest) if end < low or end > high]
+        new = [end for end in new if end < 0 or int((labels == end).sum()) > 1]
+        self._extremes[index] = min(low, *new, low), max(high, *new, high)
+        return bool(new)

@@ -1,10 +1,11 @@
 """Loss and gradients of a batch, compared with those of its parts.
 
     rows       0 1 2 3 4 5 6 7 8 9 10 11       the whole, W
-    parts      a third at random | the rest    A, B        also 1 row | the rest, and two halves
+    parts      1 row | a third | the rest      A, B, C     at random; where they differ, two parts:
+                                                           a third, 1 row, a half | the rest
 
-    mean       L(W) = n_A/n L(A) + n_B/n L(B), and the same for the gradients
-    sum        L(W) = L(A) + L(B)
+    mean       L(W) = n_A/n L(A) + n_B/n L(B) + ..., and the same for the gradients
+    sum        L(W) = L(A) + L(B) + ...
     counted    sums and counts add up
 
 Gradients tell more than losses: at initialisation all of a classifier's losses are log C, however
@@ -123,7 +124,7 @@ class LossOnRows:
 def _sketch(gradient: Tensor, signs: Tensor) -> Tensor:
     """Return a gradient, or random sums of a large one: linear, and as long on the average.
 
-    Those of three passes are held at once, so a large model has no memory for whole gradients.
+    Those of four passes are held at once, so a large model has no memory for whole gradients.
 
     Args: signs: 1 and -1 in a few rows, as long as the largest gradient has pieces.
     """

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from known_losses import N, labels, mlp, x
 from torch import Tensor, nn
 
 from shoal.trial import LossKind, end_trial, try_loss
+from shoal.trial.batch_rows import BatchNews
+from shoal.trial.compare_parts import LossOnRows
 
 
 def judged(compute_loss: Callable[..., Any], *args: Any, models: list[nn.Module]) -> Any:
@@ -24,6 +27,25 @@ def test_padding_in_few_samples_of_a_large_batch_is_among_the_tried_rows() -> No
         lambda a, y: F.cross_entropy(model(a), y), torch.randn(300, 6), targets, models=[model]
     )
     assert verdict.kind is LossKind.COUPLED
+
+
+def test_a_mean_is_tried_in_two_passes_over_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, measured, model = list[int](), LossOnRows._measured, mlp()
+
+    def counting(self: LossOnRows, terms: Any, rows: Tensor, share: float) -> Any:
+        sizes.append(len(rows))  # the trial puts back what the loss itself would count
+        return measured(self, terms, rows, share)
+
+    monkeypatch.setattr(LossOnRows, "_measured", counting)
+    assert judged(lambda a: model(a).mean(), x(), models=[model]).kind is LossKind.MEAN
+    assert sum(sizes) == 2 * N
+
+
+def test_a_new_label_is_news_only_where_it_may_be_padding() -> None:
+    news = BatchNews()
+    seen = [[4, 5, 6, 4], [4, 5, 9, 4], [4, 9, 5, 9], [3, 4, 5, 5], [-100, 4, 5, 6]]
+    is_news = [news.found_in([torch.tensor(each)]) for each in seen]
+    assert is_news == [True, False, True, False, True]
 
 
 def test_an_objection_is_told_with_its_cures() -> None:
