@@ -11,7 +11,6 @@ in this process, and what can be found is put back (`untouched.py`).
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import select
@@ -30,8 +29,6 @@ Value = TypeVar("Value")
 
 CHILD_S = 30.0
 """Seconds after which a child is given up: a thread of the parent may have held a lock."""
-M_MMAP_THRESHOLD = -3
-"""Option of glibc's mallopt: larger blocks are returned to the system as soon as they are freed."""
 
 
 def judged_in_child(judge: Callable[[], LossVerdict]) -> LossVerdict:
@@ -89,10 +86,6 @@ def _compute_and_exit(
             signal.signal(each, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, 2 * CHILD_S)
         torch.set_num_threads(1)  # the parent's pool of threads is not here
-        # The heap does not reuse the block of an aligned tensor for another one of its size, so
-        # each pass would take new memory.
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
         can_differentiate = _can_differentiate()
         value: Value | None = None
         try:
