@@ -89,7 +89,6 @@ class Bucket:
         names: list[str] = []
         gradients: list[Tensor] = []
         found: list[Tensor] = []
-        # In this loop a call for each parameter costs more than its bytes.
         pieces = message.split_with_sizes([*self.counts, message.numel() - self.numel])
         for member, parameter, piece in zip(self.members, self.parameters, pieces, strict=False):
             if not next(used):
@@ -126,10 +125,8 @@ def _own_gradient(parameter: nn.Parameter) -> Tensor:
     return to_local(parameter.grad)
 
 
-@lru_cache(maxsize=64)
-def _cached_flags(flags: tuple[bool, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return flags as numbers, (len(flags),). They are the same in nearly every step."""
-    return tensor_on(flags, dtype, device)
+_cached_tensor = lru_cache(maxsize=64)(tensor_on)
+"""Flags as numbers: they are the same in nearly every step."""
 
 
 class OwnBuckets(GradientReducer):
@@ -231,7 +228,7 @@ class OwnBuckets(GradientReducer):
         last = self.buckets[-1] if self._joins_last else Bucket({})
         dtype = last.dtype if last.parameters else torch.float64
         # Nobody may wait for a GPU to read flags, so they go over the CPU.
-        own = _cached_flags(() if self._flags_go_alone else flags, dtype, totals.device)
+        own = _cached_tensor(() if self._flags_go_alone else flags, dtype, totals.device)
         message = last.pack(totals.to(dtype), own)
         if last.parameters:
             self._look(last, message)
