@@ -1,7 +1,7 @@
 """Links of the pages to files outside of docs/, such as ../shoal/run/init.py, which the site lacks.
 
-They stay as the path of the file. All other links must lead to a page of the site: `make site` is
-strict.
+They stay as the path of the file, behind their text where that does not name the file. All other
+links must lead to a page of the site: `make site` is strict.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from posixpath import dirname, normpath
 from typing import Any
 
 LINK = re.compile(r"\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+ENDING = re.compile(r"(/README)?\.\w+$")
 SUFFIXES = (".md", ".png", ".svg")
 
 
@@ -24,6 +25,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if "://" in target or not (path.startswith("..") or not path.endswith(SUFFIXES)):
             return link[0]
         path = path.removeprefix("../")
-        return f"`{path}`" if path.endswith(text.strip("`")) else f"{text} (`{path}`)"
+        name = "/" + text.strip("`/")
+        if any(f"/{each}".endswith(name) for each in (path, ENDING.sub("", path))):
+            return f"`{path}`"
+        in_brackets = markdown[link.start() - 1 : link.start()] == "("
+        return f"{text}: `{path}`" if in_brackets else f"{text} (`{path}`)"
 
     return LINK.sub(kept, markdown)

@@ -35,7 +35,10 @@ def test_the_navigation_has_every_page_once() -> None:
     [
         ("library.md", "[runs](runs.md#what)", "[runs](runs.md#what)"),
         ("strategies/zero.md", "[runs](../runs.md)", "[runs](../runs.md)"),
-        ("library.md", "[init](../shoal/run/init.py)", "init (`shoal/run/init.py`)"),
+        ("library.md", "[init](../shoal/run/init.py)", "`shoal/run/init.py`"),
+        ("library.md", "[run](../shoal/run/)", "`shoal/run`"),
+        ("library.md", "([measured](../benchmarks/x.md))", "(measured: `benchmarks/x.md`)"),
+        ("gpu.md", "[benchmarks/gpu](../benchmarks/gpu/README.md)", "`benchmarks/gpu/README.md`"),
         ("library.md", "[the\ntimes](../benchmarks/x.md)", "the\ntimes (`benchmarks/x.md`)"),
         ("lessons/1.md", "[train.py](train.py)", "`lessons/train.py`"),
         ("library.md", "[torch](https://pytorch.org)", "[torch](https://pytorch.org)"),
