@@ -1,5 +1,6 @@
 """The site of the documents has every page, and its links lead to pages or are no links."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -72,6 +73,13 @@ def test_the_first_use_of_a_term_on_a_page_is_a_link_to_the_glossary() -> None:
 def test_entries_of_the_glossary_have_anchors() -> None:
     shown = shown_by("site_terms", "glossary.md", "- **push, pull**: to send\n- a **rank**: none")
     assert shown == "- **push, pull**{#term-push}: to send\n- a **rank**: none"
+
+
+def test_no_list_is_taken_for_a_part_of_the_paragraph_above_it() -> None:
+    fence = re.compile(r"^(`{3,}|~{3,}).*?^\1$", re.MULTILINE | re.DOTALL)
+    glued = re.compile(r"^(?!#|[-*>|] |\d+\. | )\S.*\n(?:- |1\. ).*", re.MULTILINE)
+    for page in (ROOT / "docs").glob("**/*.md"):
+        assert glued.findall(fence.sub("", page.read_text())) == [], page
 
 
 def shown_by(hook: str, page: str, text: str) -> str:
