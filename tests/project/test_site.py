@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +75,21 @@ def test_entries_of_the_glossary_have_anchors() -> None:
     assert shown == "- **push, pull**{#term-push}: to send\n- a **rank**: none"
 
 
+@pytest.mark.parametrize(
+    ("html", "shown"),
+    [
+        ("<p><code>-n 4</code></p>", '<p><code class="whole">-n 4</code></p>'),
+        ("<p><code>run.evaluate</code></p>", "<p><code>run.evaluate</code></p>"),
+        ("<td><code>run/evaluate</code></td>", "<td><code>run/<wbr>evaluate</code></td>"),
+        ("<td>x</td></tr></table><code>run.evaluate</code>", None),
+        ("<td><code>run.ema</code> is <code>0.99999999999</code></td>", None),
+        ("<pre><code>run.evaluate --hosts</code></pre>", None),
+    ],
+)
+def test_code_breaks_where_its_words_end(html: str, shown: str | None) -> None:
+    assert hook("site_code").on_page_content(html) == (shown or html)
+
+
 def test_no_list_is_taken_for_a_part_of_the_paragraph_above_it() -> None:
     fence = re.compile(r"^(`{3,}|~{3,}).*?^\1$", re.MULTILINE | re.DOTALL)
     glued = re.compile(r"^(?!#|[-*>|] |\d+\. | )\S.*\n(?:- |1\. ).*", re.MULTILINE)
@@ -82,16 +97,20 @@ def test_no_list_is_taken_for_a_part_of_the_paragraph_above_it() -> None:
         assert glued.findall(fence.sub("", page.read_text())) == [], page
 
 
-def shown_by(hook: str, page: str, text: str) -> str:
+def shown_by(name: str, page: str, text: str) -> str:
     """Return a page as a hook of the site gives it to mkdocs."""
-    spec = spec_from_file_location(hook, ROOT / "docs" / f"{hook}.py")
+    page_of = SimpleNamespace(file=SimpleNamespace(src_uri=page))
+    return str(hook(name).on_page_markdown(text, page=page_of))
+
+
+def hook(name: str) -> ModuleType:
+    """Import a hook of the site, which is in no package."""
+    spec = spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    return str(
-        module.on_page_markdown(text, page=SimpleNamespace(file=SimpleNamespace(src_uri=page)))
-    )
+    return module
 
 
 def test_the_site_is_built_with_strict_links(tmp_path: Path) -> None:
