@@ -187,11 +187,11 @@ class Run(StatefulRun):
     def step(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a loss function, so that a call with a batch is `forward_backward` of it.
 
-        @run.step
-        def step(x, y):
-            return F.cross_entropy(model(x), y)
+            @run.step
+            def step(x, y):
+                return F.cross_entropy(model(x), y)
 
-        loss = step(x, y)
+        Then `loss = step(x, y)` takes a step.
         """
         checks.check_compute_loss(compute_loss, ())
         return wraps(compute_loss)(partial(self.forward_backward, compute_loss))

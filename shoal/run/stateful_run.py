@@ -75,8 +75,8 @@ class StatefulRun:
     def main_first(self, local: bool = False) -> Iterator[None]:
         """Return a context that rank 0 leaves before the others enter. Collective.
 
-        with run.main_first():
-            dataset = MNIST("data", download=True)  # rank 0 downloads, the others find the files
+            with run.main_first():
+                dataset = MNIST("data", download=True)  # rank 0 downloads, others find the files
 
         The other ranks wait for at most ten times the limit of a hang.
 
@@ -303,7 +303,7 @@ class StatefulRun:
     ) -> None:
         """Open loggers for `log`. Collective.
 
-        run.log_to("wandb", directory="runs/first", lr=0.1)
+            run.log_to("wandb", directory="runs/first", lr=0.1)
 
         Args:
             loggers: "jsonl", "tensorboard", "wandb", "mlflow", "trackio".
@@ -325,7 +325,7 @@ class StatefulRun:
     ) -> dict[str, float]:
         """Write measurements of a step: their means over all ranks. Collective.
 
-        run.log({"loss": loss, "lr": schedule.get_last_lr()[0]})
+            run.log({"loss": loss, "lr": schedule.get_last_lr()[0]})
 
         Args:
             values: single numbers by name, the same names on all ranks. Each waits for the device.
@@ -342,7 +342,7 @@ class StatefulRun:
     def progress(self, loader: Iterable[Any]) -> Iterable[Any]:
         """Return the loader, with the progress of a loop over it shown on rank 0.
 
-        for x, y in run.progress(loader):
+            for x, y in run.progress(loader):
 
         A bar on a terminal, and a line now and then elsewhere: the step, the loss that `log` was
         given last, and samples a second of all ranks.

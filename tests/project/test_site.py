@@ -113,6 +113,15 @@ def hook(name: str) -> ModuleType:
     return module
 
 
+def test_sections_of_docstrings_begin_below_their_names() -> None:
+    pytest.importorskip("griffe")
+    laid_out = hook("site_docstrings").laid_out
+    assert laid_out("It.\n\nReturns: a: x\n    b.") == "It.\n\nReturns:\n    a&#58; x\n    b."
+    assert (
+        laid_out("Raises: as `f`.\nRaises: Lost: b.") == "Raises: as `f`.\n\nRaises:\n    Lost: b."
+    )
+
+
 def test_the_site_is_built_with_strict_links(tmp_path: Path) -> None:
     for package in ("mkdocs", "mkdocstrings"):
         pytest.importorskip(package)
