@@ -34,6 +34,8 @@ class SentMessage(NamedTuple):
         axis: whose ranks take part: data, shard, replicate, tensor, pipeline or servers.
         share: share of the steps in which it is sent.
         around: what an engine does around it, as in `StepCost.around_pass`.
+        passes: how often this rank reads or writes its bytes in memory beside the message: a copy
+            into it reads them once and writes them once.
     """
 
     kind: str
@@ -41,6 +43,7 @@ class SentMessage(NamedTuple):
     axis: str = "data"
     share: float = 1.0
     around: Overheads = ()
+    passes: int = 0
 
 
 class HeldParameter(NamedTuple):

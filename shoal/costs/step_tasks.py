@@ -279,9 +279,12 @@ class _TaskBuilder:
     def _seconds(self, message: SentMessage) -> float:
         """Return the seconds of a message alone, with what an engine does around it."""
         if message not in self.seconds:
-            seconds = self.network.seconds(message, self.step)
-            seconds += message.share * self._overhead_s(message.around)
-            self.seconds[message] = seconds
+            moved, memory = message.passes * message.size_bytes, self.timer.speeds.memory
+            copied_s = moved / memory.at(moved) * self.timer.crowding if moved else 0.0
+            around_s = copied_s + self._overhead_s(message.around)
+            self.seconds[message] = (
+                self.network.seconds(message, self.step) + message.share * around_s
+            )
         return self.seconds[message]
 
     def _overhead_s(self, around: Overheads) -> float:

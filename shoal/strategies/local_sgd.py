@@ -91,7 +91,7 @@ class LocalSgd(LocalOptions, Strategy):
         held = 2 * size if isinstance(self, DilocoOptions) else 0.0
         if step.layout.data == 1:
             return replace(step, always_held={0: held}, is_exact=False)
-        sync_round = SentMessage("all_reduce", size, share=1 / self.every)
+        sync_round = SentMessage("all_reduce", size, share=1 / self.every, passes=4)
         return replace(step, always_held={0: held}, after_step={0: (sync_round,)}, is_exact=False)
 
     @property

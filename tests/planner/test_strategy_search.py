@@ -49,8 +49,12 @@ def workload() -> Workload:
     return Workload(work, model, 32)
 
 
+SPEEDS = replace(UNKNOWN_CPU.compute[1], overheads={"fsdp message": 1e-3, "tensor sum": 1e-3})
+
+
 def planner(workload: Workload, ranks: int, memory: float = 2.0**40) -> Planner:
-    return Planner(workload, UNKNOWN_CPU, one_host(ranks, ranks * memory))
+    machine = replace(UNKNOWN_CPU, compute={1: SPEEDS})
+    return Planner(workload, machine, one_host(ranks, ranks * memory))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 6, 8])

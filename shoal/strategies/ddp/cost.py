@@ -3,6 +3,8 @@
 torch's engine   buckets for the whole run          sent while the backward pass goes on
 own buckets      gradients + messages as large      sent beside it; after it for a small model, and
                                                     in a pipeline
+
+Gradients are copied into a message and looked at; own buckets are copied back to them too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from shoal.strategies.options import DdpOptions
 
 FIRST_BUCKET_BYTES = 1 * MIB
 """Size at which torch's engine closes its first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`)."""
+
+PASSES_OF_ENGINE, PASSES_OF_OWN = 3, 5
+"""Times that gradients are read or written: a copy is two of them, the look for NaN one."""
 
 SMALL_MIB = 4.0
 """Gradients of a small model. Up to this size on the CPU, messages after the backward pass take
@@ -46,7 +51,7 @@ def cost(options: DdpOptions, step: StepCost) -> StepCost:
         return _with_buckets(step, bound, messages_are_copies=True)
     messages = {
         rank: tuple(
-            SentMessage("all_reduce", size)
+            SentMessage("all_reduce", size, passes=PASSES_OF_OWN)
             for size, _ in _buckets(step.segments_of_rank(rank), bound)
         )
         for rank in range(len(step.rows))
@@ -64,11 +69,13 @@ def _is_small(options: DdpOptions, step: StepCost) -> bool:
 
 def _with_buckets(step: StepCost, limits: Sequence[float], messages_are_copies: bool) -> StepCost:
     segments = list(step.segments)
+    passes = PASSES_OF_OWN if messages_are_copies else PASSES_OF_ENGINE
     sent = 0.0
     sizes = {last: size for size, last in _buckets(segments, limits)}
     for index in range(len(segments) - 1, -1, -1):
         segment = segments[index]
-        beside = (SentMessage("all_reduce", sizes[index]),) if index in sizes else ()
+        message = SentMessage("all_reduce", sizes.get(index, 0.0), passes=passes)
+        beside = (message,) if index in sizes else ()
         sent += sizes.get(index, 0.0)
         held = segment.held_backward + (sent if messages_are_copies else 0.0)
         segments[index] = segment._replace(beside=beside, held_backward=held)

@@ -199,9 +199,10 @@ def _with_messages(
     """
     around = (("fsdp message", 1), ("fsdp tensor", tensors))
     gathered, reduced = shares
-    gather = (SentMessage("all_gather", scale * size, "shard", gathered, around),)
+    # Weights are copied out of what was gathered, and gradients into what is reduced.
+    gather = (SentMessage("all_gather", scale * size, "shard", gathered, around, passes=2),)
     reduce = (
-        SentMessage("reduce_scatter", size, "shard", reduced, around),
+        SentMessage("reduce_scatter", size, "shard", reduced, around, passes=2),
         SentMessage("all_reduce", size, "replicate", reduced),
     )
     if begins:
