@@ -45,7 +45,7 @@ from shoal.strategies.grad_checks import FiniteCheck
 from shoal.testing import world
 
 RESULT = Path(__file__).with_name("checks.json")
-ROWS, BATCHES, WARM_UP, PARTS = 64, 8, 20, 10
+ROWS, BATCHES, WARM_UP, PARTS, FIRST_STEPS = 64, 8, 20, 10, 7
 WIDTH = 640  # of the MLP: a step of some 3 to 5 ms on one core
 CANDIDATES: dict[str, dict[str, Any]] = {
     "all checks": {},
@@ -110,6 +110,18 @@ def spent(model: str, rounds: int) -> list[float]:
         step()
         found.append(spent_s[0])
     return found[WARM_UP:]
+
+
+def first_steps(model: str) -> float:
+    """Return how many later steps the first step of a run takes. Collective."""
+    torch.set_num_threads(1)
+    step, _ = stepping(model, {})
+    times_s = []
+    for _ in range(WARM_UP):
+        started_s = time.perf_counter()
+        step()
+        times_s.append(time.perf_counter() - started_s)
+    return times_s[0] / median(times_s[WARM_UP // 2 :])
 
 
 def _timed(function: Callable[..., Any], spent_s: list[float]) -> Callable[..., Any]:
@@ -192,6 +204,7 @@ def rows_of(found: dict[str, Any]) -> dict[str, str]:
         "all checks of a step together": share(found["step_s"]),
         "all checks of a step, processor time": f"{more_us:.0f} us",
         "the same, in their own functions": f"{tenth(spent_us):.0f} us; {median(spent_us):.0f} us",
+        "the first step, with the trial of its loss": f"{median(found['first']):.0f} steps",
     }
 
 
@@ -204,6 +217,7 @@ def main() -> None:
     for ranks, model in product(options.ranks, MODELS):
         found = world.run(ranks, measured, model, options.rounds, timeout_s=600)[0]
         found["spent_s"] = world.run(ranks, spent, model, options.rounds, timeout_s=600)[0]
+        found["first"] = [world.run(ranks, first_steps, model)[0] for _ in range(FIRST_STEPS)]
         name = f"{model}, {ranks} rank{'s' * (ranks > 1)}"
         result["found"][name] = found
         print(name, rows_of(found), flush=True)
