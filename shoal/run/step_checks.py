@@ -98,7 +98,6 @@ class StepChecks:
             yield
         if self._trials.in_first_step:
             self._trials.after_passes()
-        self._guards.phase.has_gradients = True
         if self._guards.enabled:
             self._guards.after_step()
 

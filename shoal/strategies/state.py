@@ -99,12 +99,14 @@ class RemoteOptimizer(Protocol):
     collective unless its docstring says otherwise.
 
     Attributes:
+        has_pushed: the owners have gradients, and wait for `optimizer.step()`.
         removed: returns the names of parameters whose gradients the script has removed since the
             last backward pass. The run sets it; at first it returns none.
         zeroed: names of parameters whose gradients the script has set to zero, and not to None,
             before the passes of a step. The run sets it.
     """
 
+    has_pushed: bool
     removed: Callable[[], list[str]]
     zeroed: Container[str]
 

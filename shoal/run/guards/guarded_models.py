@@ -27,7 +27,6 @@ class StepPhase:
     Attributes:
         in_passes: the passes of `forward_backward` run now.
         in_edit: the user changes weights within `run.edit()`.
-        has_gradients: `forward_backward` was called since the last step of an optimizer.
         loaded: digest of the weights that the script has loaded by `load_state_dict` since ranks
             have compared it, in the order of the calls; 0 without.
         add_gradients: is given what the script has differentiated outside of passes, and its
@@ -38,7 +37,6 @@ class StepPhase:
         self.add_gradients: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None] = no_op
         self.in_passes = False
         self.in_edit = False
-        self.has_gradients = False
         self.loaded = 0
         self._depth = 0  # such contexts may lie in one another
 

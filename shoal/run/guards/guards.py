@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -77,9 +76,6 @@ class Guards:
         guard_clipping(guarded, undo)
         guard_shards(guarded, undo)
         guard_absent_weights(guarded, undo)
-        if local_model.remote_optimizer is not None:  # else nobody asks who has gradients
-            for optimizer in optimizers:
-                undo.callback(optimizer.register_step_post_hook(self._on_step).remove)
         if not self.enabled:
             return
         guard_backward(guarded, undo)
@@ -168,8 +164,8 @@ class Guards:
         state = guarded.local_model.strategy_state
         self.check_weights()
         state.synchronize()
-        is_remote = guarded.local_model.remote_optimizer is not None
-        if is_remote and self.phase.has_gradients:
+        remote = guarded.local_model.remote_optimizer
+        if remote is not None and remote.has_pushed:
             raise UsageError(
                 "run.edit(): the servers have gradients of the weights as they are. Call "
                 "optimizer.step() first."
@@ -177,7 +173,7 @@ class Guards:
         self.phase.in_edit = True
         try:
             yield
-            if is_remote:
+            if remote is not None:
                 for parameter in guarded.local_model.trainable_params.values():
                     guarded.mesh.broadcast_tensor(parameter.detach())
                 for optimizer in guarded.optimizers:
@@ -186,6 +182,3 @@ class Guards:
         finally:
             self.phase.in_edit = False
             self.accept_weights()
-
-    def _on_step(self, *_: Any) -> None:
-        self.phase.has_gradients = False

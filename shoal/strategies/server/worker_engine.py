@@ -266,6 +266,8 @@ class WorkerEngine(StrategyState):
 
         Returns: True if workers had different values.
         """
+        if self.leaves_out:
+            self.gather()
         self.wait()
         had_other_weights = self.has_other_weights
         self.has_other_weights = False

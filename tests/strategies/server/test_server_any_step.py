@@ -97,8 +97,8 @@ def test_a_step_reads_the_newest_weights_wherever_it_reads_them() -> None:
 
 
 def leaves_out(strategy: str, when: str) -> dict[str, Tensor]:
-    """Train without the second of the steps, whose gradients are dropped before or after; or drop
-    those of every step just before it.
+    """Train without the second of the steps, whose gradients are dropped before or after, where
+    weights may be written then; or drop those of every step just before it.
     """
     run, net, optimizer, batches = prepared(strategy)
     for index, (x, y) in enumerate(batches):
@@ -109,8 +109,11 @@ def leaves_out(strategy: str, when: str) -> dict[str, Tensor]:
             optimizer.zero_grad()
         if index != 1 or when == "always":
             optimizer.step()
-        if when == "after":
+        if when in ("after", "edited"):
             optimizer.zero_grad()
+        if when == "edited":
+            with run.edit(), torch.no_grad():
+                net.head.bias.mul_(0.5)
     return run.weights()
 
 
@@ -118,6 +121,7 @@ def leaves_out(strategy: str, when: str) -> dict[str, Tensor]:
     ("when", "strategy"),
     [
         ("before", SERVERS),
+        ("edited", SERVERS),
         pytest.param("after", f"{SERVERS},replicas=2", marks=pytest.mark.slow),
         pytest.param("always", SERVERS, marks=pytest.mark.slow),
     ],
