@@ -16,7 +16,9 @@ _PYTHON = f"{Path(contextlib.__file__).parent}/"
 _TORCH = f"{Path(torch.__file__).parent}/"
 COMPILER = (f"{_TORCH}_dynamo/", f"{_TORCH}_compile.py")
 """Files of torch.compile, whose functions call others at a graph break."""
-_SHARDING = f"{_TORCH}distributed/"
+_DISTRIBUTED = f"{_TORCH}distributed/"
+_SHARDING = (f"{_DISTRIBUTED}fsdp/", f"{_DISTRIBUTED}tensor/")
+"""Files whose hooks and operators of shards send by themselves, in lines of the script."""
 _SHOAL = f"{Path(__file__).parents[1]}/"
 _GUARDS = f"{_SHOAL}run/guards/"
 
@@ -41,7 +43,7 @@ def calling_line(frame: FrameType | None, by_distributed: bool = False) -> str:
 
     Args: by_distributed: the call is one of `torch.distributed`, which the script may have called.
     """
-    ours = _SHOAL if by_distributed else (_SHOAL, _SHARDING)
+    ours = (_SHOAL, *(_SHARDING if by_distributed else (_DISTRIBUTED,)))
     for each in _outwards(frame):
         file = each.f_code.co_filename
         if file.startswith(ours):

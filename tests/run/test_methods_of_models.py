@@ -100,13 +100,16 @@ def of_both_outputs(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tenso
 
 
 def trained(
-    loss: Loss, strategy: str = "ddp", as_function: bool = False
+    loss: Loss,
+    strategy: str = "ddp",
+    as_function: bool = False,
+    build: Callable[[], nn.Module] = Agent,
 ) -> tuple[str, list[str], dict[str, Tensor]]:
     """Return the error of a loop, its notes, and its weights."""
     notes: list[str] = []
     run = shoal.init(strategy, announce=notes.append)
     torch.manual_seed(0)
-    model = Agent().double()
+    model = build().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(24, 6).double(), torch.randint(0, 4, (24,))
     loader = DataLoader(TensorDataset(x, y), batch_size=8)
@@ -164,6 +167,38 @@ def test_what_is_sent_without_a_gradient_gets_a_note_under_tensor_alone(as_funct
     assert not [line for line in under_ddp[1] if "torch.distributed" in line]
     (note,) = [line for line in under_tensor[1] if "torch.distributed is called" in line]
     assert "over all 2 ranks, of which 2 each have the same samples" in note
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Units of zero that the script itself calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def squares(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    scores: Tensor = model(x)
+    return scores.square().mean()
+
+
+def test_what_shards_send_is_no_call_of_the_script() -> None:
+    error, notes, _ = world.run(4, trained, squares, "tensor=2,zero1", False, Blocks)[0]
+    assert (error, [line for line in notes if "torch.distributed" in line]) == ("", [])
 
 
 @pytest.mark.parametrize("as_function", [False, True])
