@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_560,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 70_430,
+    "tests": 70_460,
     "benchmarks": 8_650,
 }
 SLACK = 0.03

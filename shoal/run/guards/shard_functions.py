@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.assembly import shard_like
+from shoal.comm.norm import full_tensor
 from shoal.data.draws import FILLING_FUNCTIONS
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
@@ -97,6 +98,9 @@ def _install(patch: ProcessWidePatch) -> Callable[[], None]:
             return _copied(func, *args)
         if func == _SET_DATA and _fits(*args):
             return _write_data(*args)
+        if args and type(args[0]) is Tensor and not args[0].dim() and _is_in_place(name):
+            # torch would write the number, and then fail by an assertion without words.
+            args = [full_tensor(x) if isinstance(x, DTensor) else x for x in args]
         try:
             return func(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
@@ -109,6 +113,10 @@ def _install(patch: ProcessWidePatch) -> Callable[[], None]:
     undo.callback(answer_for_shards(call))
     undo.callback(watch_numbers(_check_number))
     return undo.close
+
+
+def _is_in_place(name: str) -> bool:
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 def _note_draw(active: Sequence[GuardedModels], kwargs: Mapping[str, Any]) -> None:

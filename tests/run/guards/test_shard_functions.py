@@ -79,6 +79,40 @@ def test_values_that_are_assigned_to_data_reach_the_shards() -> None:
             torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
 
 
+class Scaled(nn.Module):
+    """A matrix, which lies in shards, and a number, which stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 8), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layer(x) * self.scale
+        return scores
+
+
+def clipped_by_a_norm_of_all(strategy: str) -> dict[str, Tensor]:
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    torch.manual_seed(0)
+    model = Scaled().double()
+    x = run.share(torch.arange(12.0, dtype=torch.float64).view(4, 3).sin())
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    run.forward_backward(lambda rows: model(rows).square().mean(), x)
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+    if model.scale.grad is not None:
+        model.scale.grad *= norm
+    optimizer.step()
+    return run.weights()
+
+
+def test_a_whole_gradient_is_scaled_by_a_number_of_all_shards() -> None:
+    expected = clipped_by_a_norm_of_all("single")
+    for results in world.run(2, in_turn, clipped_by_a_norm_of_all, ("zero1",), ("zero3",)):
+        for weights in results:
+            torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
+
+
 def noise_on_gradients(strategy: str, with_generator: bool) -> tuple[list[str], dict[str, Tensor]]:
     """Return notes on random numbers, and the weights after two steps with noise on gradients."""
     notes: list[str] = []
