@@ -233,6 +233,10 @@ class BatchSizes:
                 "torch.no_grad()."
             )
 
+    def are_known(self, inputs: Sequence[Any]) -> bool:
+        """Return True if a loader or `share` has made one of these tensors."""
+        return bool(_shares_of(inputs, self._yielding))
+
     def full_batch_rows(self) -> int:
         """Return the samples of a full global batch of the loaders in use; 0 if none is known.
 

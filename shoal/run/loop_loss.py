@@ -310,7 +310,8 @@ class LoopLoss:
         A loop may call them with other tensors too, such as a choice of the samples.
         """
         sizes = self._prepared.sizes
-        for inputs in reversed(calls):
+        # What a model computed for another one is no batch, though it may fit the last one.
+        for inputs in sorted(reversed(calls), key=sizes.are_known, reverse=True):
             try:
                 found = sizes.resolve(inputs, rows)
                 break

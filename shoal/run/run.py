@@ -295,7 +295,9 @@ class Run(StatefulRun):
         """
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         shown = [p for model in self._prepared.models for p in model.parameters()]
-        if {id(p) for p in shown if p.requires_grad} <= {id(parameter) for parameter in given}:
+        # The judge of a GAN may rest while the maker is clipped, and keep its gradients.
+        trained = {id(p) for p in shown if p.requires_grad or p.grad is not None}
+        if trained <= {id(parameter) for parameter in given}:
             return self.clip_gradients(max_norm, norm_type)
         checks.check_norm(max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)

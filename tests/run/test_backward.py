@@ -343,11 +343,16 @@ def adapted_domains(sizes: tuple[int, int], at_once: bool, copies: bool = False)
     """Train a loss of the batches of two loaders, as domain adaptation does."""
     torch.manual_seed(0)
     run = shoal.init("ddp", announce=lambda _: None)
-    model = nn.Linear(3, 2).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    body, head = nn.Linear(3, 2).double(), nn.Linear(2, 2).double()
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
     data = torch.arange(24 * 3, dtype=torch.float64).view(24, 3).sin()
     loaders = [DataLoader(data.roll(size, 0), size, drop_last=True) for size in sizes]
-    model, optimizer, *loaders = run.prepare(model, optimizer, *loaders)
+    body, head, optimizer, *loaders = run.prepare(body, head, optimizer, *loaders)
+
+    def model(x: Tensor) -> Tensor:
+        scores: Tensor = head(body(x))
+        return scores
+
     try:
         for source, target in zip(*loaders, strict=False):
             optimizer.zero_grad()
@@ -366,12 +371,13 @@ def adapted_domains(sizes: tuple[int, int], at_once: bool, copies: bool = False)
 
 
 def test_a_loss_of_two_batches_that_ranks_have_other_shares_of_is_refused() -> None:
-    expected = adapted_domains((8, 5), True)
-    calls = ((8, 5), True), ((8, 5), False), ((8, 5), True, True)
-    for text, by_turns, of_copies in world.run(2, in_turn, adapted_domains, *calls):
+    expected, others = (adapted_domains(sizes, True) for sizes in ((8, 5), (5, 6)))
+    calls = ((8, 5), True), ((8, 5), False), ((8, 5), True, True), ((5, 6), False)
+    for text, by_turns, of_copies, fitting in world.run(2, in_turn, adapted_domains, *calls):
         assert re.search("of which this rank has 4 of 8 and [32] of 5 samples", str(text))
         assert re.search("of which this rank has [32] of 5 and 4 of 8 samples", str(of_copies))
         assert_equal(by_turns, expected)
+        assert_equal(fitting, others)
 
 
 def test_a_loss_of_two_batches_that_are_shared_out_alike_trains_as_on_one_device() -> None:

@@ -58,7 +58,11 @@ def test_an_error_of_rank_zero_ends_the_others_with_its_reason() -> None:
 
 
 def clipped(
-    strategy: str, all_of_them: bool, norm_type: float = 2.0, by_torch: bool = False
+    strategy: str,
+    all_of_them: bool,
+    norm_type: float = 2.0,
+    by_torch: bool = False,
+    others_rest: bool = False,
 ) -> tuple[float, float]:
     torch.manual_seed(0)
     run = shoal.init(strategy, announce=lambda _: None)
@@ -66,6 +70,7 @@ def clipped(
     model, _, loader = run.prepare(*parts(model, batch_size=10))
     for x, y in loader:
         run.forward_backward(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+    model[1:].requires_grad_(not others_rest)
     chosen = list(model.parameters()) if all_of_them else model[0].parameters()
     clip = torch.nn.utils.clip_grad_norm_ if by_torch else run.clip_grad_norm_
     norm = clip(chosen, 1e-3, norm_type)
@@ -104,9 +109,10 @@ def test_shoal_and_torch_find_the_largest_gradient_of_shards_of_which_one_is_emp
 
 
 def test_gradients_of_some_parameters_are_clipped_by_torch_or_refused() -> None:
-    expected = clipped("single", False)
-    for found in world.run(2, clipped, "ddp", False):
-        assert found == pytest.approx(expected, rel=1e-10)
+    expected = clipped("single", False, 2.0, True)
+    calls = [("ddp", False, 2.0, False, others_rest) for others_rest in (False, True)]
+    for results in world.run(2, in_turn, clipped, *calls):
+        assert results == [pytest.approx(expected, rel=1e-10)] * 2
     with pytest.raises(LaunchError, match=r"run\.clip_gradients"):
         world.run(2, clipped, "pipeline=2", False)
 
