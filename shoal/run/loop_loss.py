@@ -310,8 +310,10 @@ class LoopLoss:
         A loop may call them with other tensors too, such as a choice of the samples.
         """
         sizes = self._prepared.sizes
-        # What a model computed for another one is no batch, though it may fit the last one.
-        for inputs in sorted(reversed(calls), key=sizes.are_known, reverse=True):
+        tried = calls[::-1]
+        if len(calls) > 1:  # what a model computed for another one is no batch, though it may fit
+            tried = sorted(tried, key=sizes.are_known, reverse=True)
+        for inputs in tried:
             try:
                 found = sizes.resolve(inputs, rows)
                 break

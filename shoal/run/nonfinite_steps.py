@@ -19,7 +19,7 @@ way, without a word, for its scale becomes smaller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ class NonfiniteSteps:
         announce: prints a note, on rank 0.
 
     Attributes:
-        is_finite: the last step was finite on all ranks.
-        steps: steps that were judged.
+        is_finite: the last step was finite on all ranks, up to its last call.
+        steps: steps that were judged. Calls that add up are one.
         skipped: those that were not finite.
         in_a_row: those at the end that were not.
     """
@@ -62,6 +62,7 @@ class NonfiniteSteps:
         self._announce = announce
         self._loss_scale = settings.loss_scale
         self._skip_next = False
+        self._has_stepped = True
         self._local_model: base.LocalModel | None = None
         # Every rank that takes the step has seen the same totals and gradients.
         self._agreed = False
@@ -96,7 +97,7 @@ class NonfiniteSteps:
         return check.losses.append
 
     def judge(
-        self, totals: Tensor, numbers: list[float] | None, earlier: Iterable[Tensor] = ()
+        self, totals: Tensor, numbers: list[float] | None, earlier: Collection[Tensor] = ()
     ) -> None:
         """Divide gradients by the loss scale, and decide if they may be used. Collective.
 
@@ -108,13 +109,14 @@ class NonfiniteSteps:
         Raises: TrainingDiverged: on all ranks that take the step together, if the run is to end.
         """
         # `zero_grad` takes an earlier NaN along; else a sum with it stays NaN.
-        skips = self._skip_next and not self._on_all_ranks(seem_finite(earlier))
+        skips = was_told = self._skip_next and not self._on_all_ranks(seem_finite(earlier))
         if self._loss_scale is not None and not unscale(self._model, self._loss_scale):
             skips = True
         self._skip_next = skips
         if not self.enabled:
             return
-        self.steps += 1
+        self.steps += self._has_stepped or not earlier
+        self._has_stepped = False
         check = self._model.finite_check
         looks = check.enabled and not check.has_looked
         # To ask for a gradient takes as long as to look at a small one: once is enough.
@@ -129,12 +131,12 @@ class NonfiniteSteps:
         finite = self._on_all_ranks(is_good)
         problems = [] if finite else self._problems(loss_is_finite)
         # A sum of large numbers may overflow where no gradient does: then there is no problem.
-        self.is_finite = not problems
-        self._skip_next = not self.is_finite or skips
-        if self.is_finite:
-            self.in_a_row = 0
-        else:
+        self._skip_next = bool(problems) or skips
+        self.is_finite = not self._skip_next
+        if problems and not was_told:
             self._react(problems)
+        elif self.is_finite:
+            self.in_a_row = 0
 
     def check_weights(self) -> None:
         """Raise TrainingDiverged on every rank if a weight is not finite on any. Collective.
@@ -214,6 +216,7 @@ class NonfiniteSteps:
             for parameter in self._model.trainable_params.values():
                 parameter.grad = None
         self._skip_next = False
+        self._has_stepped = True
 
 
 def _phrases(reports: Sequence[Any], first_rank: int, loss_is_finite: bool) -> list[str]:

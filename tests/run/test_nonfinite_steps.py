@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -185,6 +186,35 @@ def test_calls_that_add_up_to_one_step_are_skipped_together(
     moved, notes = spoiled_calls(words)
     assert moved == moves
     assert len(notes) == 1
+
+
+def in_parts(strategy: str) -> tuple[list[bool], int, list[str]]:
+    """Whether each of three steps was finite, steps of the average, and notes. In the second step
+    the first micro-batch is not finite, in the third both are.
+    """
+    notes = list[str]()
+    run = shoal.init(strategy, accumulate=2, announce=notes.append)
+    model = nn.Linear(3, 2).double()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    average, finite = run.ema(0.5), []
+    for spoiled in ([], [0], [0, 1, 2, 3]):
+        x = torch.ones(8, 3).double()
+        x[[2 * row for row in spoiled]] = math.nan  # of a micro-batch on a rank: two rows
+        optimizer.zero_grad()
+        for part in run.microbatches(run.share(x)):
+            run.backward(model(part).square().mean())
+        finite.append(run.finite)
+        optimizer.step()
+        average.update()
+    return finite, average.steps, [note for note in notes if "is not finite: " in note]
+
+
+def test_a_step_in_parts_is_counted_and_told_once() -> None:
+    finite, averaged, notes = world.run(2, in_parts, "ddp")[0]
+    assert finite == [True, False, False]
+    assert averaged == 1
+    found = [re.search(r"step (\d) is not.*\((\d) so far\)", note) for note in notes]
+    assert [match and match.groups() for match in found] == [("2", "1"), ("3", "2")]
 
 
 def test_so_many_steps_in_a_row_end_the_run_and_others_do_not() -> None:
