@@ -129,14 +129,14 @@ class ProcessWidePatch:
 
     @property
     def active(self) -> list[GuardedModels]:
-        """Prepared models of all runs that are still alive."""
+        """Prepared models of all runs that are still alive, the newest first."""
         return [guarded for known in self._refs if (guarded := known()) is not None]
 
     def add(self, guarded: GuardedModels, undo: ExitStack) -> None:
         """Look at `guarded`, too, until `undo` is closed."""
         if self._put_back is None:
             self._put_back = self._install(self)
-        self._refs = [ref(other) for other in {*self.active, guarded}]
+        self._refs = [ref(guarded), *(ref(o) for o in self.active if o is not guarded)]
         undo.callback(self.discard, guarded)
 
     def discard(self, guarded: GuardedModels) -> None:
