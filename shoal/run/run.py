@@ -313,9 +313,9 @@ class Run(StatefulRun):
 
     @property
     def finite(self) -> bool:
-        """True if loss and gradients of the last `forward_backward` were finite on all ranks.
+        """True if losses and gradients of this step were finite on all ranks, in all of its calls.
 
-        Else its step is skipped: `optimizer.step()` leaves the weights as they are. Under `local`,
+        Else it is skipped: `optimizer.step()` leaves the weights as they are. Under `local`,
         `diloco` and servers with staleness it is about this rank alone.
         """
         return self._prepared.nonfinite_steps.is_finite
