@@ -68,13 +68,13 @@ def weighted_by_rank(batch: base.LocalBatch, ranks: int) -> base.LocalBatch:
     """Return a batch whose mean counts as much as that of any other rank with samples."""
     size = batch.step.global_batch_size
     weight = size / (min(ranks, size) * max(batch.num_samples, 1))
-    # Nobody divides by that size any more; but a loop may have drawn for rows that nobody knows.
+    # Each mean has its weight, so the global size may be unknown; but not to a loop that draws.
     is_known = batch.step.sizes_known or not isinstance(batch.step.compute_loss, base.ComputedLoss)
     return batch._replace(step=batch.step._replace(sizes_known=is_known, loss_weight=weight))
 
 
 def code_of(function: base.ComputeLoss) -> object:
-    """Return what all functions share that one line of a script makes."""
+    """Return the code object, which all lambdas and partials share that a line has made."""
     while isinstance(function, partial):
         function = function.func
     function = unwrap(getattr(function, "__func__", function))
@@ -138,7 +138,7 @@ class TrainingStep:
             check_some_gradient(self._local_model)
             self._has_stepped = True
         totals = result.step_totals
-        # None on a device, where reading them would wait for the step.
+        # None on a GPU, where reading them would synchronise.
         numbers = totals.tolist() if totals.is_cpu else None
         size = step.global_batch_size
         local_step.rescale_by_count(self._local_model, result, size)

@@ -10,10 +10,10 @@ For up to a few MiB on the CPU hooks in the backward pass would cost more time t
 pipeline accumulates a gradient in several passes, and all of them come first.
 
 The last message has the totals and the flags; on a GPU the flags go over the CPU. A flag says that
-this rank has a gradient. This message is never compressed. After the backward pass of a small model
-it has the last bucket too. A parameter that no rank has used keeps
-`.grad = None`. Each rank of a tensor group sends its shards along a data axis of its own. Buckets
-depend on the model alone, so a resumed run sends the same messages as an uninterrupted one.
+this rank has a gradient. This message is never compressed. For a small model it is the last bucket
+with the totals and the flags behind it. A parameter that no rank has used keeps `.grad = None`.
+Each rank of a tensor group sends its shards along a data axis of its own. Buckets depend on the
+model alone, so a resumed run sends the same messages as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class OwnBuckets(GradientReducer):
         """
         last = self.buckets[-1] if self._joins_last else Bucket({})
         dtype = last.dtype if last.parameters else torch.float64
-        # Nobody may wait for a GPU to read flags, so they go over the CPU.
+        # To read flags on a GPU would synchronise, so they are summed on the CPU.
         own = _cached_tensor(() if self._flags_go_alone else flags, dtype, totals.device)
         message = last.pack(totals.to(dtype), own)
         if last.parameters:

@@ -33,8 +33,8 @@ from shoal.comm.deterministic import mean, needs_order, rank_order_mean
 from shoal.strategies.state import STATELESS, StrategyState
 
 WORLD_CHANGED_MESSAGE = (
-    "compress: the number of ranks has changed, and what messages had left out was each rank's "
-    "own: it is lost, and the memories begin at zero"
+    "compress: the number of ranks has changed, and the residuals of error feedback were those of "
+    "each rank: they are lost, and begin at zero"
 )
 PAIRWISE = {"ring": ring, "tree": tree}
 POSITION_NOTE = (

@@ -144,8 +144,8 @@ class TorchEngine(GradientReducer):
         if isinstance(self.reduce, NamedMean):
             register_overlapped_reduce(ddp, look_and_reduce, self._errors)
         elif self.reduce.blocks or (on_cpu and sums_in_order(ddp.process_group)):
-            # Elsewhere the engine's own all-reduce gives the same values. Where the hook costs no
-            # more than that, it is there to look.
+            # Elsewhere the engine's own all-reduce gives the same values. In shared memory a hook
+            # costs no more than that, and looks for NaN too.
             use_ordered_mean(ddp, self._axis, self._errors, self._look_at)
 
     def _look_at(self, bucket: Tensor) -> None:
@@ -219,8 +219,8 @@ class TotalsCarrier(nn.Module):
         output = self._model_forward(batch)
         if not batch.is_last_microbatch:
             return output
-        # The engine's search finds operations only, and no leaf, so make the parameter the input
-        # of an operation.
+        # The engine's search for unused parameters follows nodes of the graph, and a leaf has
+        # none: a view has.
         carrier = self.parameter.view(TOTALS_LENGTH) if self.engine_searches else self.parameter
         return output._replace(
             step_totals=output.step_totals.to(carrier.dtype), totals_param=carrier
