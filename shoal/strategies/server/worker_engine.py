@@ -46,8 +46,8 @@ over ranks. ddp's are terms of a mean and have another prefix, because a run may
 another strategy.
 """
 RESIDUALS_LOST_MESSAGE = (
-    "compress: the checkpoint has nothing that this number of workers had left out of what they "
-    "pushed: the memories begin at zero"
+    "compress: the checkpoint has no residuals of error feedback for this number of workers: they "
+    "begin at zero"
 )
 
 
