@@ -28,6 +28,7 @@ TRAINING_WORDS = ("optim", "DistributedDataParallel", "fully_shard", "compile", 
 # Other modules might start threads or touch a device in their import.
 IMPORTED = re.compile(r"^\s*(?:import|from)\s+((?:torch|shoal)\b[\w.]*)", re.MULTILINE)
 FOREIGN = "shoal.integrations"  # imports other libraries
+RUN = "shoal.run"  # what `shoal.init` imports at its first use
 
 
 def for_script(path: str) -> list[str]:
@@ -45,7 +46,8 @@ def for_script(path: str) -> list[str]:
         ) from error
     except (SyntaxError, UnicodeDecodeError):  # the ranks report text that is no Python
         return []
-    own = {name for name in IMPORTED.findall(source) if not name.startswith(FOREIGN)}
-    safe = {name for name in own if "._" not in name}
+    names = IMPORTED.findall(source)
+    safe = {name for name in names if "._" not in name and not name.startswith(FOREIGN)}
+    safe |= {RUN} if any(name.startswith("shoal") for name in names) else set()
     trains = any(word in source for word in TRAINING_WORDS)
     return [*sorted(safe), *(TRAINING if trains else ())]

@@ -177,7 +177,8 @@ def test_only_what_is_safe_before_a_fork_is_imported_ahead(tmp_path):
         "torch.distributed.tensor"
     ]
     strategy = "from shoal.integrations.lightning import ShoalStrategy"
-    assert ahead(strategy) == ["torch._dynamo"]
+    assert ahead(strategy) == ["shoal.run", "torch._dynamo"]
+    assert ahead("import shoal as s") == ["shoal", "shoal.run", "torch._dynamo"]
     assert "torch._dynamo" in ahead("from torch.optim import SGD")
     assert ahead("if x\n") == []
 

@@ -111,7 +111,8 @@ def _recorded(plan: RecordingPlan, ranks: int, variables: Mapping[str, str]) -> 
         "TORCHDYNAMO_DISABLE": "1",  # compiled modules call no hooks
         **variables,
     }
-    processes = start(record_script, (plan,), ranks, settings, "lines", preload=preload.TRAINING)
+    modules = (*preload.TRAINING, preload.RUN, record_script.__module__)
+    processes = start(record_script, (plan,), ranks, settings, "lines", preload=modules)
     with World(processes, TIMEOUT_S) as world:
         world.results()
     return read_run(Path(plan.folder))
