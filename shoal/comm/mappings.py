@@ -66,25 +66,35 @@ def reduce_from_region(x: Tensor, axis: Axis) -> Tensor:
     )
 
 
-def gather_from_region(x: Tensor, axis: Axis, dim: int, length: int | None = None) -> Tensor:
+def gather_from_region(
+    x: Tensor, axis: Axis, dim: int, length: int | None = None, first: Map | None = None
+) -> Tensor:
     """Concatenate the `x` of all ranks along `dim`.
 
-    Args: length: of the result, whose `local_slice` is `x`; None if all have the same length.
+    Args:
+        length: of the result, whose `local_slice` is `x`; None if all have the same length.
+        first: as of `conjugate`.
     """
     length = axis.size * x.shape[dim] if length is None else length
-    return conjugate(
-        x, lambda x: all_gather_dim(x, axis, dim, length), lambda x: _own_slice(x, axis, dim)
-    )
+    gather, take = _gather_and_slice(axis, dim, length)
+    return conjugate(x, gather, take, first)
 
 
-def slice_to_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def slice_to_region(x: Tensor, axis: Axis, dim: int, first: Map | None = None) -> Tensor:
     """Return this rank's slice of a full `x` along `dim`.
 
     The slice may be a copy. Collective in the backward pass.
+
+    Args: first: as of `conjugate`.
     """
-    length = x.shape[dim]
-    return conjugate(
-        x, lambda x: _own_slice(x, axis, dim), lambda x: all_gather_dim(x, axis, dim, length)
+    gather, take = _gather_and_slice(axis, dim, x.shape[dim])
+    return conjugate(x, take, gather, first)
+
+
+def _gather_and_slice(axis: Axis, dim: int, length: int) -> tuple[Map, Map]:
+    return (
+        lambda x: all_gather_dim(x, axis, dim, length),
+        lambda x: local_slice(x, axis, dim).contiguous(),
     )
 
 
@@ -102,10 +112,6 @@ def local_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def _sum(axis: Axis, x: Tensor) -> Tensor:
     return axis.all_reduce(x.clone(memory_format=torch.contiguous_format))
-
-
-def _own_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return local_slice(x, axis, dim).contiguous()
 
 
 def all_gather_dim(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:

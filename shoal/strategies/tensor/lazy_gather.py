@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.axis import Axis
-from shoal.comm.mappings import all_gather_dim, conjugate, gather_from_region, local_slice
+from shoal.comm.mappings import gather_from_region, local_slice, slice_to_region
 from shoal.errors import StrategyRefused
 from shoal.platform.tensors import dense_strides, in_memory_order, is_in_order
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
@@ -134,12 +134,7 @@ class LazyGatherTensor(Tensor):
             return cast(Tensor, made)
 
         # Whoever takes the wrapper as a full tensor gives it a full gradient.
-        made: Any = conjugate(
-            local,
-            lambda x: all_gather_dim(x, axis, shard_dim, length),
-            lambda x: local_slice(x, axis, shard_dim).contiguous(),
-            without_values,
-        )
+        made: Any = gather_from_region(local, axis, shard_dim, length, without_values)
         made.local = local
         made.axis = axis
         made.shard_dim = shard_dim
@@ -235,18 +230,8 @@ class LazyGatherTensor(Tensor):
         if self.written:
             raise StrategyRefused(WRITE_MESSAGE.format(what="an autograd.Function"))
         with torch.inference_mode(False), torch.enable_grad():
-            axis, dim, length, local = (
-                self.axis,
-                self.shard_dim,
-                self.shape[self.shard_dim],
-                self.local,
-            )
-            self.local = conjugate(
-                self,
-                lambda x: local_slice(x, axis, dim).contiguous(),
-                lambda x: all_gather_dim(x, axis, dim, length),
-                lambda _: local.detach(),
-            )
+            own = self.local.detach()
+            self.local = slice_to_region(self, self.axis, self.shard_dim, lambda _: own)
             self._full = None
 
 
