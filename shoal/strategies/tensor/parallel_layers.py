@@ -48,12 +48,7 @@ from shoal.errors import UsageError
 from shoal.platform.torch_private.module_state import own_buffers, own_parameters
 from shoal.strategies.tensor.candidates import CONVOLUTIONS
 from shoal.strategies.tensor.dropout_rng import GlobalDropout, dropout_factors
-from shoal.strategies.tensor.region import (
-    Region,
-    local_part,
-    local_shard,
-    reduce_scatter_sequence,
-)
+from shoal.strategies.tensor.region import Region, local_part, local_shard, sum_of_ranks
 
 
 class _ColumnParallel:
@@ -88,8 +83,8 @@ class _RowParallel:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         self.region.check_inside()
-        y = row_parallel_matmul(x, _oriented(self), self.region.axis, self.shard_dim)
-        return add_bias(y, self.bias)
+        partial = F.linear(x, _oriented(self))
+        return add_bias(sum_of_ranks(partial, self.region.axis, self.shard_dim), self.bias)
 
 
 def _oriented(layer: Any) -> Tensor:
@@ -116,21 +111,6 @@ class RowParallelGPT2Conv1D(_RowParallel, nn.Module):
     """Row parallel `Conv1D` of GPT-2."""
 
     is_transposed = True
-
-
-def row_parallel_matmul(x: Tensor, weight: Tensor, axis: Axis, shard_dim: int | None) -> Tensor:
-    """Return the output of a row parallel layer before its bias. Collective.
-
-    Args:
-        x: (..., in/T), this rank's shard.
-        weight: (out, in/T), this rank's shard.
-        shard_dim: the sequence dimension for a sequence parallel output. The output is replicated
-            if this is None, or if it has no dimensions for both samples and tokens.
-    """
-    y = F.linear(x, weight)
-    if shard_dim is None or y.dim() < 3:
-        return reduce_from_region(y, axis)
-    return reduce_scatter_sequence(y, axis, shard_dim)
 
 
 def add_bias(y: Tensor, bias: Tensor | None, image_dims: int = 0) -> Tensor:
@@ -326,9 +306,8 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
             heads, weights = self._attend(inputs, mask, need_weights)
             # Time first in memory, as in torch: a dropout that follows draws in this order.
             merged = heads.permute(2, 0, 1, 3).flatten(-2)
-            out_weight = local_shard(self.out_proj.weight)
-            shard_dim = 0 if self.sequence else None
-            output = row_parallel_matmul(merged, out_weight, self.region.axis, shard_dim)
+            partial = F.linear(merged, local_shard(self.out_proj.weight))
+            output = sum_of_ranks(partial, self.region.axis, 0 if self.sequence else None)
         output = add_bias(output, self.out_proj.bias)
         if self.batch_first:
             output = output.transpose(0, 1)

@@ -30,6 +30,7 @@ from shoal.comm.mappings import (
     all_gather_dim,
     conjugate,
     copy_to_region,
+    reduce_from_region,
     reduce_scatter_dim,
 )
 from shoal.errors import StrategyRefused, UsageError
@@ -186,9 +187,15 @@ def to_column_input(x: Tensor, axis: Axis) -> ColumnInput:
     return ColumnInput(full, x.local, regather)
 
 
-def reduce_scatter_sequence(partial: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return the sum over ranks of `partial`, sequence parallel along `dim`. Collective."""
-    dim, length = dim % partial.dim(), partial.shape[dim]
+def sum_of_ranks(partial: Tensor, axis: Axis, shard_dim: int | None) -> Tensor:
+    """Return the sum over ranks of `partial`. Collective.
+
+    Args: shard_dim: the sequence dimension for a sequence parallel sum. The sum is replicated if
+        this is None, or if `partial` has no dimensions for both samples and tokens.
+    """
+    if shard_dim is None or partial.dim() < 3:
+        return reduce_from_region(partial, axis)
+    dim, length = shard_dim % partial.dim(), partial.shape[shard_dim]
     local = conjugate(
         partial,
         lambda x: reduce_scatter_dim(x, axis, dim),

@@ -29,11 +29,8 @@ from torch import Tensor, nn
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import reduce_from_region
 from shoal.platform.torch_private.kernels import assert_async
-from shoal.strategies.tensor.lazy_gather import (
-    AUTOGRAD_FUNCTIONS,
-    LazyGatherTensor,
-)
-from shoal.strategies.tensor.region import local_shard, reduce_scatter_sequence, to_column_input
+from shoal.strategies.tensor.lazy_gather import AUTOGRAD_FUNCTIONS, LazyGatherTensor
+from shoal.strategies.tensor.region import local_shard, sum_of_ranks, to_column_input
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -62,9 +59,7 @@ class VocabParallelEmbedding(nn.Embedding):
             padding_index = None
         embedded = F.embedding(local_index, local_shard(self.weight), padding_index)
         partial = embedded.masked_fill(~is_local.unsqueeze(-1), 0.0)
-        if self.shard_dim is None or partial.dim() < 3:
-            return reduce_from_region(partial, self.axis)
-        return reduce_scatter_sequence(partial, self.axis, self.shard_dim)
+        return sum_of_ranks(partial, self.axis, self.shard_dim)
 
 
 class VocabParallelHead(nn.Linear):
@@ -209,9 +204,5 @@ VocabParallelLogits.shard_functions = {
     torch.reshape: _view,
     Tensor.__getitem__: _getitem,
     Tensor.to: _to,
-    Tensor.detach: _elementwise(Tensor.detach),
-    Tensor.float: _elementwise(Tensor.float),
-    Tensor.double: _elementwise(Tensor.double),
-    Tensor.contiguous: _elementwise(Tensor.contiguous),
-    Tensor.clone: _elementwise(Tensor.clone),
+    **{f: _elementwise(f) for f in (Tensor.float, Tensor.double, Tensor.contiguous, Tensor.clone)},
 }

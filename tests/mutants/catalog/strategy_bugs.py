@@ -145,13 +145,13 @@ class TensorInputHalved(Replaced):
 )
 class TensorEmbeddingTwice(Replaced):
     strategy = "tensor=2"
-    owner, function = vocabulary, "reduce_from_region"
+    owner, function = vocabulary, "sum_of_ranks"
 
     def build(self) -> nn.Module:
         return EvenTagger()
 
     def wrong(self, right: Callable[..., Any]) -> Any:
-        return lambda x, axis: right(x, axis) * 2
+        return lambda x, axis, shard_dim: right(x, axis, shard_dim) * 2
 
 
 @planted(

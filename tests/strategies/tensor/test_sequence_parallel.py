@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.errors import StrategyRefused
-from shoal.strategies.tensor.region import reduce_scatter_sequence
+from shoal.strategies.tensor.region import sum_of_ranks
 from shoal.strategies.tensor.sequence import SequenceParallelTensor, gather_all
 from shoal.strategies.tensor.strategy import TensorParallel, describe, tensor_plan
 from shoal.testing import world
@@ -137,7 +137,7 @@ def differences_by_function(length: int) -> dict[str, float]:
         one = function(x, w, t)
         expected = torch.autograd.grad((one**2).sum(), (x, w, t), allow_unused=True)
         torch.manual_seed(1)
-        sliced = reduce_scatter_sequence(x / 2, run.mesh.tensor, 1)
+        sliced = sum_of_ranks(x / 2, run.mesh.tensor, 1)
         other = gather_all(function(sliced, w, t))
         sharded_gradients = torch.autograd.grad((other**2).sum(), (x, w, t), allow_unused=True)
         assert not isinstance(other, SequenceParallelTensor)
@@ -229,7 +229,7 @@ def differences_by_write() -> dict[str, float]:
         for is_sharded in (False, True):
             x = torch.arange(60.0).view(3, 5, 4).requires_grad_()
             w = torch.tensor([1.0, -2.0, 0.5, 3.0], requires_grad=True)
-            parts = reduce_scatter_sequence(x / 2, run.mesh.tensor, 1) if is_sharded else x * 1
+            parts = sum_of_ranks(x / 2, run.mesh.tensor, 1) if is_sharded else x * 1
             y = gather_all(write(parts, w))
             y.square().sum().backward()
             assert x.grad is not None
@@ -267,7 +267,7 @@ def refused_writes() -> list[str]:
 
     for write in (entry_beside_view, view_of_view, shard_beside_view):
         with pytest.raises(StrategyRefused) as refusal:
-            write(reduce_scatter_sequence(torch.ones(3, 5, 4), run.mesh.tensor, 1))
+            write(sum_of_ranks(torch.ones(3, 5, 4), run.mesh.tensor, 1))
         said.append(str(refusal.value))
     return said
 
