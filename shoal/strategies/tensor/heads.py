@@ -86,9 +86,9 @@ class HeadsRegion(Region):
             return self._forward_full(*gather_all(inputs), **gather_all(options))
         output = self._forward_sharded(parts, inputs, options)
         if sum(_tensor_mask(output)) != num_outputs:
-            raise StrategyRefused(
-                f"{self._error_head()}its output has other parts than in its first forward pass, "
-                f"which were not compared with those of the whole. {self._suggestion()}"
+            raise self._refusal(
+                "its output has other parts than in its first forward pass, which were not "
+                "compared with those of the whole"
             )
         return output
 
@@ -137,9 +137,7 @@ class HeadsRegion(Region):
         try:
             return self._forward_sharded(parts, inputs, options)
         except (RuntimeError, ValueError, AssertionError, TypeError, IndexError) as error:
-            raise StrategyRefused(
-                f"{self._error_head()}its forward pass fails: {error}. {self._suggestion()}"
-            ) from error
+            raise self._refusal(f"its forward pass fails: {error}") from error
 
     def _forward_sharded(self, parts: int, inputs: Any, options: Any) -> Any:
         self.set_parts(parts)
@@ -173,28 +171,22 @@ class HeadsRegion(Region):
         Raises: StrategyRefused: it is another one, or that of this rank's heads.
         """
         if _tensor_mask(output) != _tensor_mask(expected) or not any(_tensor_mask(output)):
-            raise StrategyRefused(
-                f"{self._error_head()}its output has other parts than that of the whole. "
-                f"{self._suggestion()}"
-            )
+            raise self._refusal("its output has other parts than that of the whole")
         for actual, full in zip(tree_leaves(output), tree_leaves(expected), strict=True):
             if not isinstance(actual, Tensor):
                 continue
             is_same_shape = actual.shape == full.shape
             error = _relative_error(actual.detach(), full) if is_same_shape else torch.inf
             if not error <= TOLERANCES.get(actual.dtype, 0.1):
-                raise StrategyRefused(
-                    f"{self._error_head()}its output is not that of the whole (relative difference "
-                    f"{error:.1e}). {self._suggestion()}"
+                raise self._refusal(
+                    f"its output is not that of the whole (relative difference {error:.1e})"
                 )
 
-    def _error_head(self) -> str:
-        return f"{self.name or 'the model'}: with its layers in slices "
-
-    def _suggestion(self) -> str:
-        return (
-            "It does more with them than their names tell. Keep it whole: "
-            f"tensor={self.axis.size},whole={self.name or '...'}."
+    def _refusal(self, fact: str) -> StrategyRefused:
+        return StrategyRefused(
+            f"{self.name or 'the model'}: with its layers in slices {fact}. It does more with them "
+            f"than their names tell. Keep it whole: tensor={self.axis.size},"
+            f"whole={self.name or '...'}."
         )
 
 
