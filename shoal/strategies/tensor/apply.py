@@ -72,8 +72,7 @@ class _TensorParallelizer:
     """Divides modules of one model.
 
     Attributes:
-        sharded: shards by the id of the full parameter, so that a tied parameter stays tied.
-        originals: the full parameters; alive, for otherwise another could get the same id.
+        sharded: shards by their full parameter, so that a tied parameter stays tied.
         regions: regions by the name of their module; several pairs may share one.
     """
 
@@ -86,8 +85,7 @@ class _TensorParallelizer:
         self.weights = weights
         # Making the device mesh is collective: every rank asks for it, whatever it divides.
         self.device_mesh = mesh.device_mesh
-        self.sharded: dict[int, nn.Parameter] = {}
-        self.originals: list[nn.Parameter] = []
+        self.sharded: dict[nn.Parameter, nn.Parameter] = {}
         self.regions: dict[str, Region] = {}
 
     def swap_class(self, name: str, new_class: type[nn.Module], dims: dict[str, int]) -> Any:
@@ -194,11 +192,10 @@ class _TensorParallelizer:
         if key in own_buffers(module):
             setattr(module, key, self._local_dtensor(full, dim))
             return
-        if id(full) not in self.sharded:
-            self.originals.append(full)
+        if full not in self.sharded:
             shard = self._local_dtensor(full, dim).detach()
-            self.sharded[id(full)] = nn.Parameter(shard, requires_grad=full.requires_grad)
-        setattr(module, key, self.sharded[id(full)])
+            self.sharded[full] = nn.Parameter(shard, requires_grad=full.requires_grad)
+        setattr(module, key, self.sharded[full])
 
     def _local_dtensor(self, full: Tensor, dim: int) -> DTensor:
         """Return this rank's shard of a tensor that all ranks have. No communication."""

@@ -16,7 +16,7 @@ Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -233,9 +233,9 @@ def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = Fals
     return output
 
 
-def _on_local(name: str) -> Callable[..., Tensor]:
-    """Return the method `new_zeros` or the like, for a replicated result."""
-    return lambda x, *args, **options: getattr(x.local, name)(*args, **options)
+def _on_local(func: Any, x: SequenceParallelTensor, *args: Any, **options: Any) -> Any:
+    """Call `new_zeros` or the like, for a replicated result."""
+    return func(x.local, *args, **options)
 
 
 def _functions(names: str) -> set[Any]:
@@ -263,7 +263,6 @@ SequenceParallelTensor.shard_functions = {
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     F.dropout: _dropout,
-    **{getattr(Tensor, f"new_{name}"): _on_local(f"new_{name}") for name in ("empty", "zeros")},
-    **{getattr(Tensor, f"new_{name}"): _on_local(f"new_{name}") for name in ("ones", "full")},
+    **{f: partial(_on_local, f) for f in _functions("new_empty new_zeros new_ones new_full")},
 }
 """Functions that run on this rank's tokens. One that is not listed gets the full tensor."""

@@ -213,14 +213,13 @@ def _collapse_layer_numbers(names: list[str]) -> str:
 
     Names that are numbers alone, as of the layers of an nn.Sequential, stay as they are.
     """
-    names_by_pattern: dict[str, list[str]] = {}
+    patterns = {}
     for name in names:
         words = ["*" if word.isdecimal() else word for word in name.split(".")]
-        pattern = name if {*words} == {"*"} else ".".join(words)
-        names_by_pattern.setdefault(pattern, []).append(name)
+        patterns[name] = name if {*words} == {"*"} else ".".join(words)
     return ", ".join(
         f"{pattern} ({len(matches)})" if len(matches) > 1 else matches[0]
-        for pattern, matches in names_by_pattern.items()
+        for pattern, matches in _names_by_value(patterns).items()
     )
 
 
