@@ -100,11 +100,7 @@ def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> Rows:
 
     Source: Huang et al., NeurIPS 2019.
     """
-    return [
-        [Action("F", rank, m) for m in range(microbatches)]
-        + [Action("B", rank, m) for m in range(microbatches)]
-        for rank in range(ranks)
-    ]
+    return [_row(rank, microbatches, microbatches) for rank in range(ranks)]
 
 
 def one_forward_one_backward(ranks: int, microbatches: int, per_rank: int = 1) -> Rows:
@@ -120,10 +116,7 @@ def one_forward_one_backward(ranks: int, microbatches: int, per_rank: int = 1) -
 
     Source: Narayanan et al., SC 2021 (PipeDream-Flush).
     """
-    return [
-        _one_f_one_b_row(rank, min(ranks - 1 - rank, microbatches), microbatches)
-        for rank in range(ranks)
-    ]
+    return [_row(rank, min(ranks - 1 - rank, microbatches), microbatches) for rank in range(ranks)]
 
 
 def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> Rows:
@@ -247,7 +240,7 @@ def table(name: str, ranks: int, microbatches: int, per_rank: int = 0) -> Schedu
     return result
 
 
-def _one_f_one_b_row(stage: int, warm_up: int, microbatches: int) -> list[Action]:
+def _row(stage: int, warm_up: int, microbatches: int) -> list[Action]:
     """Return the actions of a rank with `warm_up` forward passes before its first backward."""
     row = [Action("F", stage, m) for m in range(warm_up)]
     for m in range(warm_up, microbatches):
@@ -259,11 +252,23 @@ def _torch_rows(name: str, ranks: int, microbatches: int, per_rank: int) -> Rows
     """Return the table that a schedule class of torch.distributed.pipelining computes."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
-    # The table depends on the numbers of ranks, stages and micro-batches alone, so stages without a
-    # module are enough. All stages of rank 0 are given; torch makes the rows of all ranks.
+    # The table depends on the numbers of ranks, stages and micro-batches alone, so what a schedule
+    # reads of a PipelineStage is enough. All stages of rank 0 are given; torch makes all rows.
     schedule: Any = get_schedule_class(name)
     num_stages = ranks * per_rank
-    stages = [_torch_stage_stub(index * ranks, ranks, num_stages) for index in range(per_rank)]
+    stages = [
+        SimpleNamespace(
+            stage_index=index,
+            num_stages=num_stages,
+            group_size=ranks,
+            group_rank=0,
+            is_first=index == 0,
+            is_last=index == num_stages - 1,
+            submod=None,
+            stage_index_to_group_rank={},
+        )
+        for index in range(0, num_stages, ranks)
+    ]
     order = schedule(stages, microbatches).pipeline_order
     return [
         [
@@ -273,17 +278,3 @@ def _torch_rows(name: str, ranks: int, microbatches: int, per_rank: int) -> Rows
         ]
         for rank in range(ranks)
     ]
-
-
-def _torch_stage_stub(index: int, ranks: int, num_stages: int) -> SimpleNamespace:
-    """Return an object with the attributes of a PipelineStage that a schedule reads."""
-    return SimpleNamespace(
-        stage_index=index,
-        num_stages=num_stages,
-        group_size=ranks,
-        group_rank=0,
-        is_first=index == 0,
-        is_last=index == num_stages - 1,
-        submod=None,
-        stage_index_to_group_rank={},
-    )
