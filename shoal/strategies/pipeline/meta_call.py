@@ -97,8 +97,10 @@ def call_on_meta(
 def _stand_in(arguments: dict[int, Tensor], label: str, value: Any) -> Any:
     """Return the meta tensor for a tensor, which is noted in `arguments`; "meta" for a device."""
     if isinstance(value, Tensor):
-        absent = absent_of(value)
-        meta = _meta_of(value) if absent is None else absent.meta
+        if value.layout in SPARSE:  # dense, for these have no functions on the meta device
+            meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        else:
+            meta = _meta_of(value)
         arguments[id(meta)] = value
         return meta
     may_be_name = label in ("to", "type") and isinstance(value, str)
@@ -107,10 +109,9 @@ def _stand_in(arguments: dict[int, Tensor], label: str, value: Any) -> Any:
 
 
 def _meta_of(value: Tensor) -> Tensor:
-    """Return a dense tensor without memory: sparse ones have no functions on the meta device."""
-    if value.layout in SPARSE:
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return value.detach().to("meta")
+    """Return a tensor without memory in the form of one that may be absent."""
+    absent = absent_of(value)
+    return value.detach().to("meta") if absent is None else absent.meta
 
 
 def _without_values(
@@ -197,10 +198,8 @@ class OutputForms:
             value = leaves[leaf.value] if leaf.kind == "like" else leaf.value
             if not isinstance(value, Tensor):
                 return value
-            absent = absent_of(value)
-            meta = value.detach().to("meta") if absent is None else absent.meta
             # A tensor of its own: two results may look like one argument.
-            return AbsentTensor(meta.detach(), received.device, received)
+            return AbsentTensor(_meta_of(value).detach(), received.device, received)
 
         return tree_unflatten([made(leaf) for leaf in form.leaves], form.spec)
 
@@ -285,8 +284,7 @@ def _leaf_of(result: Any, leaves: list[Any]) -> _Leaf:
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and form_of(leaf) == form_of(result):
             return _Leaf("like", index)
-    absent = absent_of(result)
-    return _Leaf("as", result.detach().to("meta") if absent is None else absent.meta)
+    return _Leaf("as", _meta_of(result))
 
 
 def _without_memory(model: nn.Module) -> nn.Module:

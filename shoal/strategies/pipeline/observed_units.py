@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.data.seeds import preserve_rng_state
 from shoal.errors import did_you_mean
 from shoal.platform.autograd_graph import nodes_behind
-from shoal.platform.torch_private.pytree import tree_flatten, tree_leaves, tree_unflatten
+from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.strategies.full_model import enclosing
 from shoal.strategies.module_snapshot import ModelSnapshot
 from shoal.strategies.options import PipelineOptions
@@ -96,7 +96,8 @@ class UnitProfile(TorchFunctionMode):
             if self._call < 0:
                 names = (self.units.parameters.get(id(x)) for x in used)
                 self.parameters_around |= {name for name in names if name is not None}
-            self._mark(out)
+            else:
+                self._mark(out)
         return out
 
     def call(
@@ -149,14 +150,10 @@ class UnitProfile(TorchFunctionMode):
 
     def _mark(self, out: Any) -> None:
         """Note which call has made these tensors."""
-        if self._call < 0:
-            return
+        units = self.units
         for value in tree_leaves(out):
-            if (
-                isinstance(value, Tensor)
-                and id(value) not in self.units.parameters
-                and id(value) not in self.units.buffers
-            ):
+            is_of_model = id(value) in units.parameters or id(value) in units.buffers
+            if isinstance(value, Tensor) and not is_of_model:
                 self._makers[id(value)] = self._call
                 self._alive.append(value)
 
@@ -191,8 +188,7 @@ def _copied(nest: Any) -> Any:
             return value.detach().requires_grad_().clone()
         return value.clone()
 
-    leaves, spec = tree_flatten(nest)
-    return tree_unflatten([copy(leaf) for leaf in leaves], spec)
+    return tree_map(copy, nest)
 
 
 def _backward(nest: Any) -> None:
