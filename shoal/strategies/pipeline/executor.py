@@ -52,10 +52,7 @@ from shoal.strategies.pipeline.engine import (
     StageOutput,
     is_reached_by_others,
 )
-from shoal.strategies.pipeline.p2p import (
-    P2PLink,
-    StageComm,
-)
+from shoal.strategies.pipeline.p2p import P2PLink, StageComm
 from shoal.strategies.pipeline.schedules import ScheduleTable
 from shoal.strategies.pipeline.units import Crossing, draw_seed, host_draws_refused
 from shoal.trace.recorder import Recorder
@@ -239,10 +236,12 @@ def broadcast_nest(axis: Axis, nest: Any, source: int) -> Any:
     Raises: UsageError: on that rank, if a leaf is neither a tensor nor a JSON value.
     """
     is_source = axis.rank == source
-    leaves, spec = tree_flatten(nest)
-    sent = _dumped([treespec_dumps(spec), [*map(_header, leaves)]]) if is_source else ""
+    marked, spec = tree_flatten(nest)
+    summed = [isinstance(leaf, Summed) for leaf in marked]
+    leaves = [leaf.value if isinstance(leaf, Summed) else leaf for leaf in marked]
+    sent = _dumped([treespec_dumps(spec), summed, [*map(_header, leaves)]]) if is_source else ""
     received = next(text for text in axis.all_gather_str(sent) if text)
-    spec_text, headers = json.loads(received)
+    spec_text, summed, headers = json.loads(received)
     results: list[Any] = []
     for index, header in enumerate(headers):
         if "is" in header:
@@ -252,28 +251,21 @@ def broadcast_nest(axis: Axis, nest: Any, source: int) -> Any:
         tensor = torch.empty(header["shape"], dtype=dtype, device=axis.device)
         if is_source:
             # The copy is a plain tensor, even if the model returns sharded logits.
-            value = _tensor_of(leaves[index])
+            value = leaves[index]
             tensor.copy_(value.to_dense() if value.layout in SPARSE else value)
         dist.broadcast(tensor, group=axis.group, group_src=source)
         layout = getattr(torch, header["layout"])
         tensor = tensor.to_sparse(layout=layout) if layout in SPARSE else tensor
-        results.append(Summed(tensor) if header["summed"] else tensor)
+        results.append(Summed(tensor) if summed[index] else tensor)
     return tree_unflatten(results, treespec_loads(spec_text))
-
-
-def _tensor_of(leaf: Any) -> Tensor:
-    tensor: Tensor = leaf.value if isinstance(leaf, Summed) else leaf
-    return tensor
 
 
 def _header(leaf: Any) -> dict[str, Any]:
     """Return dtype, layout and shape of a tensor, or the value of any other leaf."""
-    if not isinstance(leaf, (Tensor, Summed)):
+    if not isinstance(leaf, Tensor):
         return {"is": leaf}
-    tensor = _tensor_of(leaf)
-    dtype, layout = (str(kind).removeprefix("torch.") for kind in (tensor.dtype, tensor.layout))
-    shape, summed = [*tensor.shape], isinstance(leaf, Summed)
-    return {"dtype": dtype, "layout": layout, "shape": shape, "summed": summed}
+    dtype, layout = (str(kind).removeprefix("torch.") for kind in (leaf.dtype, leaf.layout))
+    return {"dtype": dtype, "layout": layout, "shape": [*leaf.shape]}
 
 
 def _dumped(value: Any) -> str:
