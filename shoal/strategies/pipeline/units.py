@@ -238,10 +238,7 @@ class StageMap(NamedTuple):
         """Return the stage of a call. A call that the sample did not make is beside the ones
         before it.
         """
-        stage = self.stages.get(UnitCall(name, turn))
-        if stage is not None:
-            return stage
-        for earlier in range(turn - 1, -1, -1):
+        for earlier in range(turn, -1, -1):
             stage = self.stages.get(UnitCall(name, earlier))
             if stage is not None:
                 return stage

@@ -120,9 +120,8 @@ class Walk(TorchFunctionMode):
         assert self.crossing is not None
         assert self.stage is not None
         sent = []
-        for name, maker in zip(
-            self.crossing.names[self.stage], self.crossing.makers[self.stage], strict=True
-        ):
+        names, makers = self.crossing.names[self.stage], self.crossing.makers[self.stage]
+        for name, maker in zip(names, makers, strict=True):
             value = self.kept.get(name, self.received.by_name.get(name))
             if value is None:
                 raise WalkRefusal(
