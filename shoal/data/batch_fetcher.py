@@ -40,6 +40,7 @@ from shoal.data.tree_map import (
 from shoal.errors import UsageError
 
 LocalRows = tuple[Any, BatchShard]
+WORKER_SETTINGS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
 """(this rank's rows, and which they are of the global batch)"""
 GRACE_S = 30
 """Seconds after a SIGTERM in which a worker goes on: Slurm's KillWait."""
@@ -180,7 +181,11 @@ def rows_of_whole(batch: Any, num_samples: int) -> int | None:
 
 
 def worker_loader(
-    fetch: Dataset, batches: Iterable[Any], loader: DataLoader, num_workers: int | None = None
+    fetch: Dataset,
+    batches: Iterable[Any] | None,
+        batches: what is fetched; None if `fetch` is iterable.
+    loader: DataLoader,
+    num_workers: int | None = None,
 ) -> DataLoader | None:
     """Return a DataLoader with the user's worker settings that fetches one batch at a time.
 
@@ -200,25 +205,12 @@ def worker_loader(
         collate_fn=identity_collate,
         num_workers=workers,
         pin_memory=pin_memory,
-        **worker_settings(loader),
+        # Each new iterator draws a seed. From the default generator, the draw would change all
+        # dropout masks after it.
+        generator=torch.Generator(),
+        worker_init_fn=partial(outlive_sigterm, loader.worker_init_fn),
+        **({name: getattr(loader, name) for name in WORKER_SETTINGS} if workers else {}),
     )
-
-
-def worker_settings(loader: DataLoader) -> dict[str, Any]:
-    """Return the user's settings of worker processes, as arguments of another DataLoader."""
-    # Each new iterator draws a seed. From the default generator, the draw would change all dropout
-    # masks after it.
-    settings: dict[str, Any] = {"generator": torch.Generator()}
-    if loader.num_workers:
-        for name in (
-            "timeout",
-            "multiprocessing_context",
-            "prefetch_factor",
-            "persistent_workers",
-        ):
-            settings[name] = getattr(loader, name)
-        settings["worker_init_fn"] = partial(outlive_sigterm, loader.worker_init_fn)
-    return settings
 
 
 def identity_collate(batch: Any) -> Any:

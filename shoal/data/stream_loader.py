@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from shoal.data.batch_fetcher import identity_collate, rows_of_whole, worker_settings
+from shoal.data.batch_fetcher import identity_collate, rows_of_whole, worker_loader
 from shoal.data.batch_shards import BatchShard, row_window, share_batch
 from shoal.data.index_batches import check_sampler
 from shoal.data.seeds import derive_seed, preserve_rng_state, seed_all
@@ -359,16 +359,9 @@ class StreamLoader(ShardedLoader):
         if loader is None or not self.num_workers:
             return readers.read(0)
         if self._workers is None:
-            settings = worker_settings(loader)
-            start = partial(readers.start, self._first, settings["worker_init_fn"])
-            self._workers = DataLoader(
-                readers,
-                batch_size=None,
-                collate_fn=identity_collate,
-                num_workers=self.num_workers,
-                pin_memory=loader.pin_memory and torch.cuda.is_available(),
-                **{**settings, "worker_init_fn": start},
-            )
+            self._workers = workers = worker_loader(readers, None, loader)
+            assert workers is not None
+            workers.worker_init_fn = partial(readers.start, self._first, workers.worker_init_fn)
         return self._read_workers()
 
     def _begin_next_epoch(self) -> None:
