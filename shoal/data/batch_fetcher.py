@@ -28,7 +28,6 @@ from shoal.data.own_generators import OwnGenerators
 from shoal.data.seeds import derive_seed
 from shoal.data.source import Batched
 from shoal.data.tree_map import (
-    IsSamples,
     holds_samples,
     is_per_sample,
     items_of,
@@ -40,8 +39,8 @@ from shoal.data.tree_map import (
 from shoal.errors import UsageError
 
 LocalRows = tuple[Any, BatchShard]
-WORKER_SETTINGS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
 """(this rank's rows, and which they are of the global batch)"""
+WORKER_SETTINGS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
 GRACE_S = 30
 """Seconds after a SIGTERM in which a worker goes on: Slurm's KillWait."""
 # Odd, so that the length of a sequence is rarely taken for it.
@@ -92,9 +91,7 @@ class BatchFetcher(Dataset):
         return OwnGenerators(self.dataset, self.collate_fn)
 
     def __getitem__(self, batch: IndexBatch) -> LocalRows:
-        if self.ready:
-            return self._ready_rows(batch)
-        if self.whole_batch:
+        if self.ready or self.whole_batch:
             return self._rows_of_whole(batch)
         count = own = len(batch.indices)
         indices = batch.indices
@@ -125,30 +122,25 @@ class BatchFetcher(Dataset):
             self._generators.seed(derive_seed(self.seed, batch.epoch, batch.stop, -1))
             return self.collate_fn(samples)
 
-    def _ready_rows(self, batch: IndexBatch) -> LocalRows:
-        index = batch.indices[0]
-        with self._generators.preserved():
-            self._generators.seed(index_seed(self.seed, batch.epoch, index))
-            found = self.dataset[list(index) if isinstance(index, tuple) else index]
-            return self._shared(batch, self.collate_fn(found))
-
     def _rows_of_whole(self, batch: IndexBatch) -> LocalRows:
-        whole = self.collated(batch, batch.indices)
-        rows = rows_of_whole(whole, len(batch.indices))
-        if rows is None:
-            raise UsageError(
-                f"collate_fn has made tensors of a batch of {len(batch.indices)} samples that do "
-                "not agree on a number of rows. Put the rows along dimension 0 of every tensor."
-            )
-        return self._shared(batch, whole, rows, partial(self.holds_samples, batch))
-
-    def _shared(
-        self,
-        batch: IndexBatch,
-        whole: Any,
-        rows: int | None = None,
-        is_samples: IsSamples = nothing_known,
-    ) -> LocalRows:
+        """Return this rank's rows of a batch that comes ready-made, or is collated as a whole."""
+        rows = None
+        if self.ready:
+            index = batch.indices[0]
+            with self._generators.preserved():
+                self._generators.seed(index_seed(self.seed, batch.epoch, index))
+                found = self.dataset[list(index) if isinstance(index, tuple) else index]
+                whole = self.collate_fn(found)
+        else:
+            whole = self.collated(batch, batch.indices)
+            rows = rows_of_whole(whole, len(batch.indices))
+            if rows is None:
+                raise UsageError(
+                    f"collate_fn has made tensors of a batch of {len(batch.indices)} samples that "
+                    "do not agree on a number of rows. Put the rows along dimension 0 of every "
+                    "tensor."
+                )
+        is_samples = nothing_known if self.ready else partial(self.holds_samples, batch)
         local, shard = share_batch(whole, self.rank, self.ranks, rows, is_samples)
         return local, replace(shard, epoch=batch.epoch, stop=batch.stop, indices=batch.indices)
 
@@ -183,7 +175,6 @@ def rows_of_whole(batch: Any, num_samples: int) -> int | None:
 def worker_loader(
     fetch: Dataset,
     batches: Iterable[Any] | None,
-        batches: what is fetched; None if `fetch` is iterable.
     loader: DataLoader,
     num_workers: int | None = None,
 ) -> DataLoader | None:
@@ -192,6 +183,7 @@ def worker_loader(
     None without workers and pinned memory: then the fetcher is called directly.
 
     Args:
+        batches: what is fetched; None if `fetch` is iterable.
         num_workers: instead of the user's number of workers, if that is not 0.
     """
     pin_memory = loader.pin_memory and torch.cuda.is_available()
