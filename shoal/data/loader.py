@@ -44,26 +44,15 @@ class DistributedBatchLoader(ShardedLoader):
             ready-made items of the data set.
         rank, ranks: this rank and the number of ranks.
         seed: of the run.
-        recorder: records the waiting time for each batch; None without a trace.
-        announce: prints a note.
 
     Raises: UsageError: the sampler gives each rank other samples.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader,
-        rank: int,
-        ranks: int,
-        seed: int,
-        recorder: Recorder | None = None,
-        announce: Callable[[str], None] | None = None,
-    ) -> None:
-        super().__init__(rank, ranks, seed, recorder)
+    def __init__(self, loader: DataLoader, rank: int, ranks: int, seed: int) -> None:
+        super().__init__(rank, ranks, seed)
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size
         self._loader = loader
-        self._announce = announce
         self._indices = IndexBatches(loader, seed)
         self._fetch = BatchFetcher(loader, seed, rank, ranks, self._indices.are_ready)
         self._pending = _PendingBatches()
@@ -101,7 +90,7 @@ class DistributedBatchLoader(ShardedLoader):
         self._is_probed = True
         self._fetch.whole_batch = needs_whole_batch(self._fetch, first, self._loader)
         if self._fetch.whole_batch and not isinstance(self._fetch.collate_fn, Collate):
-            self._note(WHOLE_BATCH_NOTE)
+            self._note_once("whole batches", WHOLE_BATCH_NOTE)
         return chain([first], remaining)
 
     def _watch_shapes(self, rows: Any) -> None:
@@ -117,17 +106,13 @@ class DistributedBatchLoader(ShardedLoader):
             before, now = next(
                 pair for pair in zip(last, shapes, strict=True) if len(set(pair)) > 1
             )
-            self._note(
+            self._note_once(
+                "shapes",
                 f"collate_fn has made rows of shape {before} and {now}. If it pads to the longest "
                 "of its samples, each rank pads its own, and a loss or model that does not ignore "
                 "padding gives other numbers than one device. For the same numbers: pad to a fixed "
-                "length, or collate_fn=shoal.Collate(collate_fn, whole_batch=True)."
+                "length, or collate_fn=shoal.Collate(collate_fn, whole_batch=True).",
             )
-            self._announce = None
-
-    def _note(self, text: str) -> None:
-        if self._announce is not None:
-            self._announce(f"note: {text}")
 
 
 class _PendingBatches(Sampler):
@@ -161,14 +146,18 @@ def shard_batches(
 
     Raises: UsageError: no batches can be had of it, or each rank would get other samples.
     """
-    if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
-        return DistributedBatchLoader(batches, rank, ranks, seed, recorder, announce)
     if not is_source(batches):
         raise UsageError(
             f"{type(batches).__name__} gives no batches. Use a DataLoader, or any iterable of "
             "global batches, such as a list or a generator."
         )
-    return StreamLoader(batches, rank, ranks, seed, recorder, announce, gather)
+    is_indexed = isinstance(batches, DataLoader) and not isinstance(
+        batches.dataset, IterableDataset
+    )
+    kind = DistributedBatchLoader if is_indexed else StreamLoader
+    loader: ShardedLoader = kind(batches, rank, ranks, seed)
+    loader.recorder, loader.announce, loader.gather = recorder, announce, gather
+    return loader
 
 
 def is_source(value: Any) -> bool:

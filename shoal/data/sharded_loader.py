@@ -19,7 +19,7 @@ from shoal.trace.recorder import DATA, Recorder
 from shoal.watchdog.progress_writer import own_progress
 
 OWN_ROWS_NOTE = (
-    "note: a loop over a prepared loader took no step. Each rank has had its own rows, so a number "
+    "a loop over a prepared loader took no step. Each rank has had its own rows, so a number "
     "that the loop computes, such as an accuracy, is of these alone, and of a stand-in where a "
     "batch has fewer samples than there are ranks. run.evaluate(compute_sums, loader), with the "
     "DataLoader itself in place of the prepared one, counts each sample once. Or leave that loader "
@@ -47,7 +47,6 @@ class ShardedLoader(ABC):
     Args:
         rank, ranks: this rank and the number of ranks.
         seed: of the run.
-        recorder: records the waiting time for each batch; None without a trace.
 
     Attributes:
         batch_size: samples of a global batch; None if batches may differ in size.
@@ -58,14 +57,18 @@ class ShardedLoader(ABC):
         data_fingerprint: of `dataset`, as it was when the loader was made.
         watch: is told of each batch.
         has_stepped: a step was taken since the last loop began.
+        recorder: records the waiting time for each batch; None without a trace.
         announce: prints a note; None for nobody.
+        gather: text -> the texts of all ranks; collective. With it, iterating over a stream is
+            collective at the batches 1, 2, 4, 8, ... and at the end of an epoch, where ranks
+            compare what they read.
         device: to which the tensors of each batch are moved; None to leave them where they are.
     """
 
     batch_size: int | None = None
     dataset: Any = None
 
-    def __init__(self, rank: int, ranks: int, seed: int, recorder: Recorder | None = None) -> None:
+    def __init__(self, rank: int, ranks: int, seed: int) -> None:
         self.rank = rank
         self.ranks = ranks
         self.seed = seed
@@ -75,9 +78,11 @@ class ShardedLoader(ABC):
         self.data_fingerprint: Fingerprint = {}
         self.watch = YieldWatch()
         self.has_stepped = False
+        self.recorder: Recorder | None = None
         self.announce: Callable[[str], None] | None = None
+        self.gather: Callable[[str], list[str]] | None = None
         self.device: torch.device | None = None
-        self._recorder = recorder
+        self._noted: set[str] = set()
         self._open: list[object] = []
         """Loops that have begun and not ended; none of those before `load_state_dict`."""
         self._last_epoch = -1
@@ -124,19 +129,20 @@ class ShardedLoader(ABC):
                 watch.end()
                 if loop in self._open:  # another loop may have read meanwhile
                     self.epoch, self.position = share.epoch, share.stop
-            if has_yielded:  # else it goes on behind the last batch of an epoch
-                self._note_own_rows()
+            # Such as an evaluation; one without a batch goes on behind the last of an epoch.
+            if has_yielded and self.ranks > 1 and not self.has_stepped:
+                self._note_once("own rows", OWN_ROWS_NOTE)
         finally:
             # A loop that stops early ends its epoch, too, as with any DataLoader.
             if loop in self._open:
                 self._open.remove(loop)
                 self._begin_next_epoch()
 
-    def _note_own_rows(self) -> None:
-        """Note once that a loop without steps, such as an evaluation, had rows of this rank."""
-        if self.announce is not None and self.ranks > 1 and not self.has_stepped:
-            self.announce(OWN_ROWS_NOTE)
-            self.announce = None
+    def _note_once(self, subject: str, text: str) -> None:
+        """Print a note, if none was printed on this subject."""
+        if self.announce is not None and subject not in self._noted:
+            self.announce(f"note: {text}")
+            self._noted.add(subject)
 
     def _begin_next_epoch(self) -> None:
         """Begin the next epoch that no loop has begun."""
@@ -190,7 +196,7 @@ class ShardedLoader(ABC):
 
     def _timed(self, batches: Iterable[tuple[BatchShard, Any]]) -> Iterator[tuple[BatchShard, Any]]:
         """Yield the same batches and record the waiting time for each."""
-        recorder, progress = self._recorder, own_progress()
+        recorder, progress = self.recorder, own_progress()
         iterator = iter(batches)
         while True:
             with (

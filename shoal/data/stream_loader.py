@@ -35,7 +35,6 @@ from shoal.data.sharded_loader import ShardedLoader
 from shoal.data.tree_map import holds_samples, items_of
 from shoal.errors import UsageError
 from shoal.platform.torch_private.data_workers import set_worker_info, without_default_group
-from shoal.trace.recorder import Recorder
 
 RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -244,32 +243,17 @@ class StreamLoader(ShardedLoader):
         source: a DataLoader of an iterable data set, or an iterable of global batches.
         rank, ranks: this rank and the number of ranks.
         seed: of the run.
-        recorder: records the waiting time for each batch; None without a trace.
-        announce: prints a note.
-        gather: text -> the texts of all ranks; collective. With it, iterating is collective at the
-            batches 1, 2, 4, 8, ... and at the end of an epoch, where ranks compare what they read.
 
     Raises: UsageError: the source keeps one rank's share already.
     """
 
-    def __init__(
-        self,
-        source: Iterable[Any],
-        rank: int,
-        ranks: int,
-        seed: int,
-        recorder: Recorder | None = None,
-        announce: Callable[[str], None] | None = None,
-        gather: Callable[[str], list[str]] | None = None,
-    ) -> None:
-        super().__init__(rank, ranks, seed, recorder)
+    def __init__(self, source: Iterable[Any], rank: int, ranks: int, seed: int) -> None:
+        super().__init__(rank, ranks, seed)
         self._loader = source if isinstance(source, DataLoader) else None
         self.dataset = source if self._loader is None else self._loader.dataset
         self.batch_size = None if self._loader is None else self._loader.batch_size
         self.num_workers = 0 if self._loader is None else self._loader.num_workers
         _check_unsplit(self.dataset)
-        self._announce = announce
-        self._gather = gather
         self._states = self._fresh_states()
         self._first = 0  # the reader whose turn it is
         self._read_batches = 0
@@ -319,9 +303,9 @@ class StreamLoader(ShardedLoader):
             for reader in states
             if reader["state"] is None and not reader["ended"]
         )
-        if again and self._announce is not None:
+        if again and self.announce is not None:
             name = type(self.dataset).__name__
-            self._announce(
+            self.announce(
                 f"note: {again:,} batches of {name} are read again: it has no state_dict that "
                 "tells all of its position"
             )
@@ -382,9 +366,9 @@ class StreamLoader(ShardedLoader):
 
     def _check_agreement(self, where: str) -> None:
         """Raise UsageError if the ranks have read other batches. Collective."""
-        if self._gather is None or self.ranks == 1:
+        if self.gather is None or self.ranks == 1:
             return
-        found = self._gather(f"{where}, checksum {self._checksum:08x}")
+        found = self.gather(f"{where}, checksum {self._checksum:08x}")
         if len(set(found)) > 1:
             ranks = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found))
             raise UsageError(

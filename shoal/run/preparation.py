@@ -170,7 +170,6 @@ def shard_loader(
     sharded = shard_batches(
         loader, mesh.data.rank, mesh.data.size, seed, recorder, announce, mesh.all_gather_str
     )
-    sharded.announce = announce
     sharded.device = mesh.device
     sharded.data_fingerprint = fingerprint(sharded.dataset)
     _check_same_data(sharded, getattr(loader, "sampler", None), mesh.data)
