@@ -148,8 +148,12 @@ def hosts_of(axis: Axis) -> tuple[Hosts, ...]:
     """Return the hosts of each group of the axis. Collective over the world."""
     world = Axis(dist.get_rank(), dist.get_world_size(), axis.device)
     host_ids = world.all_gather_str(host_id("pid"))
-    all_groups = axis.all_groups or (tuple(range(world.size)),)
-    return tuple(_ranks_by_host(group, host_ids) for group in all_groups)
+    hosts: list[dict[str, list[int]]] = []  # of each group
+    for group in axis.all_groups or (range(world.size),):
+        hosts.append({})
+        for rank in group:
+            hosts[-1].setdefault(host_ids[rank], []).append(rank)
+    return tuple(tuple(map(tuple, of_group.values())) for of_group in hosts)
 
 
 def new_host_group(hosts_of_groups: Sequence[Hosts]) -> dist.ProcessGroup | None:
@@ -159,13 +163,6 @@ def new_host_group(hosts_of_groups: Sequence[Hosts]) -> dist.ProcessGroup | None
     """
     group = new_group([ranks for hosts in hosts_of_groups for ranks in hosts])
     return group if dist.get_world_size(group) > 1 else None
-
-
-def _ranks_by_host(group: Sequence[int], host_ids: Sequence[str]) -> Hosts:
-    hosts: dict[str, list[int]] = {}
-    for rank in group:
-        hosts.setdefault(host_ids[rank], []).append(rank)
-    return tuple(tuple(ranks) for ranks in hosts.values())
 
 
 def hierarchical(

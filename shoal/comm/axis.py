@@ -192,10 +192,7 @@ def all_gather_bytes(
     padded = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8)
     rows = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(size)]
     dist.all_gather(rows, padded.to(device), group=group)
-    return [
-        row[: int(length)].cpu().numpy().tobytes()
-        for row, length in zip(rows, lengths, strict=True)
-    ]
+    return [row[:size].cpu().numpy().tobytes() for row, size in zip(rows, told, strict=True)]
 
 
 def check_lengths(told: Sequence[int]) -> None:

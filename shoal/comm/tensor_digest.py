@@ -46,9 +46,6 @@ def as_bytes(values: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _factors(count: int, device: torch.device) -> Tensor:
     """Return odd factors, (count,), int64, which nobody may write to."""
-    powers = []
-    power = 1
-    for _ in range(count):
-        powers.append(power - (1 << 64) if power >= 1 << 63 else power)
-        power = power * MULTIPLIER % (1 << 64)
-    return torch.tensor(powers, dtype=torch.int64, device=device)
+    factors = torch.full((count,), MULTIPLIER, dtype=torch.int64, device=device)
+    factors[:1] = 1
+    return factors.cumprod(0)  # mod 2^64

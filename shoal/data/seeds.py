@@ -236,14 +236,14 @@ class HostGenerators(NamedTuple):
         None if no number of words leads there: somebody has set the seed.
         """
         drawn_python = python_words(self.python, later.python)
-        numpy = np.random.RandomState()
+        numpy: Any = np.random.RandomState()
         key = np.frombuffer(self.key, dtype=np.uint32)
         numpy.set_state(("MT19937", key, self.position, 0, 0.0))
         drawn_numpy = _distance(
             self.position,
             later.position,
             lambda words: numpy.bytes(4 * words),
-            lambda: _key_of(numpy) == later.key,
+            lambda: numpy.get_state(legacy=False)["state"]["key"].tobytes() == later.key,
         )
         if drawn_python is None or drawn_numpy is None:
             return None
@@ -275,12 +275,6 @@ def _distance(start: int, end: int, draw: Any, has_arrived: Any) -> int | None:
         draw(_WORDS)
         words += _WORDS
     return None
-
-
-def _key_of(generator: np.random.RandomState) -> bytes:
-    state: Any = generator.get_state(legacy=False)
-    key: bytes = state["state"]["key"].tobytes()
-    return key
 
 
 def _words_of_numpy() -> tuple[bytes, int]:

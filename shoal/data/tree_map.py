@@ -263,8 +263,7 @@ def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(value) is dict or not isinstance(value, MutableMapping):
         return items
     new = copy.copy(value)
-    for key, item in items.items():
-        new[key] = item
+    new.update(items)
     return new
 
 
