@@ -126,9 +126,3 @@ class AllGatherReducer(CompressedReducer):
         draft = residual.to(gradient.device, copy=True)
         self.drafts["left_out."][name] = draft
         return draft
-
-
-def add_residual(gradient: Tensor, memory: Tensor | None) -> Tensor:
-    """Add the residual of earlier messages to a gradient, in the dtype of `memory`."""
-    assert memory is not None, "this compression keeps its error; give it a memory"
-    return memory + gradient

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.comm.compression.base import read, write
-from shoal.comm.compression.error_feedback import add_residual
 
 GATHER = 0x0102040810204080
 """A factor that collects bits: eight bytes of 0 or 1, read as one little-endian integer and
@@ -42,8 +41,8 @@ class OneBit:
         return 2 * dtype.itemsize + _bytes(count)
 
     def encode(self, gradient: Tensor, memory: Tensor | None, out: Tensor) -> None:
-        values = add_residual(gradient, memory)
-        assert memory is not None
+        assert memory is not None, "onebit keeps its error; give it a memory"
+        values = memory + gradient  # in the dtype of `memory`
         upper = values >= 0
         means = _means(values, upper).to(gradient.dtype)
         write(out, means, _pack(upper))
