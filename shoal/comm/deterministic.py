@@ -18,6 +18,7 @@ order is left to NCCL."""
 # annotations with types, and that import would make them strings.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -87,13 +88,8 @@ def use_ordered_mean(
     if sums_in_order(ddp.process_group):
         ddp.register_comm_hook((ddp.process_group, look), _mean_of_bucket)
         return
-    group = axis.new_group()
-
-    def look_and_reduce(bucket: Tensor) -> None:
-        look(bucket)
-        rank_order_mean(bucket, group)
-
-    register_overlapped_reduce(ddp, look_and_reduce, failures)
+    mean = partial(rank_order_mean, group=axis.new_group())
+    register_overlapped_reduce(ddp, mean, failures, look)
 
 
 def _mean_of_bucket(
@@ -111,7 +107,10 @@ def _mean_of_bucket(
 
 
 def register_overlapped_reduce(
-    ddp: DistributedDataParallel, mean: Callable[[Tensor], object], failures: list[Exception]
+    ddp: DistributedDataParallel,
+    mean: Callable[[Tensor], object],
+    failures: list[Exception],
+    look: Callable[[Tensor], object],
 ) -> None:
     """Let `ddp` average its buckets on the CPU by `mean`, one after the other in one thread.
 
@@ -120,27 +119,23 @@ def register_overlapped_reduce(
             `ddp` makes collectives at the same time in the main thread.
         failures: exceptions are appended here; the caller looks after each backward pass. A future
             of torch does not carry a Python exception through the backward pass.
+        look: is given each bucket of this rank before it is averaged.
     """
     # One thread only: buckets are ready in the same order on every rank, and collectives must
     # start in one order.
     worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reduce-beside")
 
+    def reduce(buffer: Tensor, done: torch.futures.Future[Tensor]) -> None:
+        try:
+            look(buffer)
+            mean(buffer)
+        except Exception as error:  # noqa: BLE001 - the backward pass must not wait for ever
+            failures.append(error)
+        done.set_result(buffer)
+
     def hook(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
-        worker.submit(_reduce, bucket.buffer(), mean, done, failures)
+        worker.submit(reduce, bucket.buffer(), done)
         return done
 
     ddp.register_comm_hook(None, hook)
-
-
-def _reduce(
-    buffer: Tensor,
-    mean: Callable[[Tensor], object],
-    done: torch.futures.Future[Tensor],
-    failures: list[Exception],
-) -> None:
-    try:
-        mean(buffer)
-    except Exception as error:  # noqa: BLE001 - the backward pass must not wait for ever
-        failures.append(error)
-    done.set_result(buffer)

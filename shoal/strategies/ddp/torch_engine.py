@@ -135,14 +135,9 @@ class TorchEngine(GradientReducer):
 
     def _register_hook(self, ddp: DistributedDataParallel) -> None:
         """Let the engine average its buckets by our function. Collective over the world."""
-
-        def look_and_reduce(bucket: Tensor) -> None:
-            self._look_at(bucket)
-            self.reduce.mean(bucket)
-
         on_cpu = self._axis.device.type == "cpu"
         if isinstance(self.reduce, NamedMean):
-            register_overlapped_reduce(ddp, look_and_reduce, self._errors)
+            register_overlapped_reduce(ddp, self.reduce.mean, self._errors, self._look_at)
         elif self.reduce.blocks or (on_cpu and sums_in_order(ddp.process_group)):
             # Elsewhere the engine's own all-reduce gives the same values. In shared memory a hook
             # costs no more than that, and looks for NaN too.
