@@ -141,15 +141,20 @@ class NamedMean(ReduceFunction):
         self._sum = None
 
 
-class CompressedMean(ReduceFunction):
-    """The mean of compressed gradients. Messages of other values are averaged exactly."""
+class CompressedMean(ReduceFunction, StrategyState):
+    """The mean of compressed gradients. Messages of other values are averaged exactly.
+
+    With error feedback it is a state too: each rank has its own residuals, which messages have left
+    out.
+    """
 
     blocks = True
+    in_gradient_units = True
 
     def __init__(self, compression: CompressedReducer, axis: Axis) -> None:
         super().__init__(axis)
         self.compression = compression
-        self.strategy_state = ErrorFeedbackState(compression) if compression.prefixes else STATELESS
+        self.strategy_state = self if compression.prefixes else STATELESS
 
     def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
         if members:
@@ -159,15 +164,6 @@ class CompressedMean(ReduceFunction):
 
     def finish_step(self, names: Collection[str]) -> None:
         self.compression.keep(names)
-
-
-class ErrorFeedbackState(StrategyState):
-    """Residuals that messages have left out, for checkpoints. Each rank has its own."""
-
-    in_gradient_units = True
-
-    def __init__(self, compression: CompressedReducer) -> None:
-        self.compression = compression
 
     def rank_state_dict(self) -> dict[str, Tensor]:
         return self.compression.rank_state_dict()

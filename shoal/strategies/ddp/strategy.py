@@ -175,10 +175,7 @@ def build_reducer(options: DdpOptions, model: LocalModel, axis: Axis) -> Gradien
     if overlaps and axis.device.type == "cpu":
         # Messages of the backward pass do not mix with other messages of the axis.
         reduce_axis = replace(axis, group=axis.new_group())
-    if compression is None:
-        reduce = RankOrderMean(reduce_axis)
-    else:
-        reduce = CompressedMean(compression, reduce_axis)
+    reduce = CompressedMean(compression, reduce_axis) if compression else RankOrderMean(reduce_axis)
     return OwnBuckets(model, axis, buckets, reduce, overlaps)
 
 
