@@ -14,7 +14,7 @@ Shoal is named by its class, `my_module:MyStrategy`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -116,9 +116,14 @@ def parse_line(text: str) -> StrategyLine:
     """
     specs = _parse_specs(text)
     problems: list[str] = []
-    checked = tuple(_with_parsed_options(spec, problems) for spec in specs)
+    checked = [
+        replace(spec, options=_instantiate(spec, STRATEGIES[spec.name].options, problems))
+        if spec.name in STRATEGIES
+        else spec
+        for spec in specs
+    ]
     _raise_problems(text, problems)
-    return StrategyLine(text, checked)
+    return StrategyLine(text, tuple(checked))
 
 
 def _parse_specs(text: str) -> list[StrategySpec]:
@@ -130,9 +135,10 @@ def _parse_specs(text: str) -> list[StrategySpec]:
     problems = []
     for word in (word.strip() for word in text.split(",")):
         name, value = _name_and_value(word)
-        if ":" in name and (problem := _problem_of_class_path(name)):
-            problems.append(problem)
-        elif name in STRATEGIES or ":" in name:
+        module, colon, member = name.partition(":")
+        if colon and not all(map(str.isidentifier, (*module.split("."), member))):
+            problems.append(f"there is no '{name}'; {OWN_CLASS}")
+        elif name in STRATEGIES or colon:
             specs.append(StrategySpec(name, value, ()))
         elif name == "auto":
             problems.append(
@@ -143,8 +149,7 @@ def _parse_specs(text: str) -> list[StrategySpec]:
         elif instead := foreign_words.instead_of(name):
             problems.append(f"'{name}' is no strategy: {instead}")
         elif specs and value is not None:  # an option of the strategy before it
-            last = specs.pop()
-            specs.append(StrategySpec(last.name, last.value, (*last.words, (name, value))))
+            specs[-1] = replace(specs[-1], words=(*specs[-1].words, (name, value)))
         elif owners := _owners(name):
             problems.append(f"'{name}' is an option, with a value: {owners[0]},{name}=...")
         else:
@@ -189,23 +194,9 @@ def _clashes(names: Sequence[str]) -> Iterator[str]:
         yield f"{clash}: each divides the batch among the ranks in its own way; keep one"
 
 
-def _problem_of_class_path(text: str) -> str:
-    """Return why MODULE:CLASS cannot be; empty if only importing it can tell."""
-    module, _, name = text.partition(":")
-    is_path = all(part.isidentifier() for part in [*module.split("."), name])
-    return "" if is_path else f"there is no '{text}'; {OWN_CLASS}"
-
-
 def _splits_batch(name: str) -> bool:
     """Return True for `DATA`, and for every strategy that is not part of Shoal."""
     return name in DATA or name not in STRATEGIES
-
-
-def _with_parsed_options(spec: StrategySpec, problems: list[str]) -> StrategySpec:
-    if spec.name not in STRATEGIES:
-        return spec
-    parsed = _instantiate(spec, STRATEGIES[spec.name].options, problems)
-    return StrategySpec(spec.name, spec.value, spec.words, parsed)
 
 
 def build_strategies(line: StrategyLine) -> list[Strategy]:
