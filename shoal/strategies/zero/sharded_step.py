@@ -70,7 +70,7 @@ class ShardedStep:
         # Units inside each other would run at the same time, and have no order.
         wrapped = innermost(units(model.module, unit))
         _check_one_dtype(model.module, wrapped.values())
-        self.root = StepRoot(model.module)
+        self.root = StepRoot(model.module, self.release)
         self.lockstep: Lockstep | None = None
         if data.size > 1:
             self.lockstep = Lockstep(data, self.root, model, wrapped, frees=stage == 3)
@@ -90,7 +90,7 @@ class ShardedStep:
         self.engines = [m for m in self.root.modules() if isinstance(m, FSDPModule)]
         for engine in self.engines:
             type(engine).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
-        self.root.open_for_calls({*user_models(model.module), *wrapped.values()}, self.release)
+        self.root.open_for_calls({*user_models(model.module), *wrapped.values()})
         # (parameter that the optimizer steps, parameter of the model that the loop sees instead).
         self._shown: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._former.note_changes()
@@ -126,7 +126,7 @@ class ShardedStep:
         self.root.begin_loss = self._configure if holds else None
         self.root.end_call = self._show_gradients if holds else None
         if not holds:
-            self.root.end_held(self.release)
+            self.root.end_held()
 
     def _show_gradients(self, name: str) -> None:
         """Give gathered parameters a gradient of zeros where their shards have a gradient: a loop

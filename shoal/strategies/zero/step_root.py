@@ -31,7 +31,9 @@ Output = TypeVar("Output")
 class StepRoot(nn.Module):
     """The module around the user's models. Its forward pass is opened and closed, not called.
 
-    Args: module: the user's model, or a container of several.
+    Args:
+        module: the user's model, or a container of several.
+        release: frees what a forward pass outside of a step has gathered.
 
     Attributes:
         lockstep: follows the order of units; None on one rank.
@@ -43,9 +45,10 @@ class StepRoot(nn.Module):
             for the first one.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, release: Callable[[], None]) -> None:
         super().__init__()
         self.module = module
+        self.release = release
         self.lockstep: Lockstep | None = None
         self.is_open = False
         self.in_step = False
@@ -90,31 +93,26 @@ class StepRoot(nn.Module):
         finally:
             self.in_step = False
 
-    def open_for_calls(self, modules: Iterable[nn.Module], release: Callable[[], None]) -> None:
-        """Let each call of `modules` outside of a step be one forward pass of the root.
-
-        Args: release: frees what the pass has gathered.
-        """
+    def open_for_calls(self, modules: Iterable[nn.Module]) -> None:
+        """Let each call of `modules` outside of a step be one forward pass of the root."""
         uncompiled: Any = torch.compiler.disable
         names = {module: name for name, module in self.module.named_modules()}
         for module in modules:
             on_call = partial(self._on_call, f"call of {names[module]}")
             module.register_forward_pre_hook(uncompiled(on_call), prepend=True)
-            module.register_forward_hook(
-                uncompiled(partial(self._on_return, release, names[module]))
-            )
+            module.register_forward_hook(uncompiled(partial(self._on_return, names[module])))
             module.register_forward_hook(uncompiled(self._on_error), always_call=True)
 
     def is_held(self) -> bool:
         """Return True while a forward pass lasts that a loop has begun for its loss."""
         return self._held
 
-    def end_held(self, release: Callable[[], None]) -> None:
+    def end_held(self) -> None:
         """End a forward pass of a loop that no step has ended. Collective."""
         if self._held:
             self._held = False
             self._close(None)
-            release()
+            self.release()
 
     def _on_call(self, name: str, module: nn.Module, _inputs: Any) -> None:
         if self.is_open or self.in_step:
@@ -128,9 +126,7 @@ class StepRoot(nn.Module):
         else:
             self._open(name)
 
-    def _on_return(
-        self, release: Callable[[], None], name: str, module: nn.Module, _inputs: Any, output: Any
-    ) -> Any:
+    def _on_return(self, name: str, module: nn.Module, _inputs: Any, output: Any) -> Any:
         if self._held and self.end_call is not None:
             # The first one to be called has opened the root, which has parameters of its own.
             self.end_call("" if self._opened_by is module else name)
@@ -141,7 +137,7 @@ class StepRoot(nn.Module):
             return None
         output = self._close(output)
         # Else an optimizer could step the shards of weights that are read whole afterwards.
-        release()
+        self.release()
         return output
 
     def _on_error(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
