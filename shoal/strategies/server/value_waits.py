@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class ValueWaits:
             inside = [self._names[id(p)] for p in unit.parameters() if id(p) in self._names]
             inside = [name for name in inside if name in remaining]
             remaining -= set(inside)
-            hook: Any = torch.compiler.disable(partial(self._on_call, inside))
+            hook: Any = torch.compiler.disable(lambda *_, names=inside: self.arrive(names))
             hook.__module__ = __name__  # a guard looks for hooks of Shoal's when a model is saved
             unit.register_forward_pre_hook(hook)
 
@@ -80,9 +79,6 @@ class ValueWaits:
         self._end_wait(names)
         self._client.wait(sorted({number for name in names for number in self._parts_of[name]}))
         self._flat.copy_to_params(names)
-
-    def _on_call(self, names: Sequence[str], *_: Any) -> None:
-        self.arrive(names)
 
     def _end_wait(self, names: Iterable[str]) -> None:
         """Give parameters the class back that they had."""

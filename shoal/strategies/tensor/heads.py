@@ -84,7 +84,7 @@ class HeadsRegion(Region):
         parts, num_outputs = self.chosen[is_training]
         if parts is None:
             return self._forward_full(*gather_all(inputs), **gather_all(options))
-        output = self._forward_sharded(parts, inputs, options)
+        output = self._forward_sharded(parts, *inputs, **options)
         if sum(_tensor_mask(output)) != num_outputs:
             raise self._refusal(
                 "its output has other parts than in its first forward pass, which were not "
@@ -112,10 +112,12 @@ class HeadsRegion(Region):
         errors: list[StrategyRefused] = []
         for parts in sorted({self.attention.fused, 1}, reverse=True):
             try:
-                forward = partial(self._forward_parts, parts)
+                forward = partial(self._forward_sharded, parts)
                 self._compare(self._attempt(forward, inputs, options), expected)
             except StrategyRefused as error:
                 errors.append(error)
+            except (RuntimeError, ValueError, AssertionError, TypeError, IndexError) as error:
+                errors.append(self._refusal(f"its forward pass fails: {error}"))
             else:
                 return parts, num_outputs
         if self.axis.rank == 0:
@@ -133,13 +135,7 @@ class HeadsRegion(Region):
         with torch.no_grad(), restored_modules(self.module):
             return forward(*inputs, **options)
 
-    def _forward_parts(self, parts: int, *inputs: Any, **options: Any) -> Any:
-        try:
-            return self._forward_sharded(parts, inputs, options)
-        except (RuntimeError, ValueError, AssertionError, TypeError, IndexError) as error:
-            raise self._refusal(f"its forward pass fails: {error}") from error
-
-    def _forward_sharded(self, parts: int, inputs: Any, options: Any) -> Any:
+    def _forward_sharded(self, parts: int, /, *inputs: Any, **options: Any) -> Any:
         self.set_parts(parts)
         with GlobalDropout(self.axis) if self.module.training else nullcontext():
             return super().__call__(*inputs, **options)

@@ -111,18 +111,15 @@ def _segments_again(run: list[LocalSegment]) -> list[LocalSegment]:
     The forward pass runs without a graph, so it keeps nothing inside the unit. The output is not
     computed again: a checkpoint stops when it has found what the backward pass needs.
     """
-    output = run[-1].work.output_bytes
     result = []
     again = NOTHING
     for index, segment in enumerate(run):
-        is_last = index == len(run) - 1
-        again = again + segment.kept
-        if is_last:
-            again = again + output.scaled(-1)
+        kept = segment.work.output_bytes if index == len(run) - 1 else NOTHING
+        again = again + segment.kept + kept.scaled(-1)
         result.append(
             segment._replace(
                 again=segment.again + 1,
-                kept=output if is_last else NOTHING,
+                kept=kept,
                 backward_extra=again + segment.backward_extra,
                 gradient_extra=again + segment.gradient_extra,
             )
@@ -139,8 +136,7 @@ def _wrap_units(model: LocalModel, class_name: str) -> dict[str, nn.Module]:
     if axis is None or not class_name:
         return units(model.module, class_name)
     has_class = any(type(module).__name__ == class_name for module in model.module.modules())
-    stages_with_class = axis.all_reduce(torch.tensor(float(has_class), device=axis.device))
-    if not has_class and stages_with_class > 0:
+    if axis.on_any_rank(has_class) and not has_class:
         return {}
     return units(model.module, class_name)  # raises if no stage has one
 
