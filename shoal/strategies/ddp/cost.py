@@ -40,7 +40,9 @@ def cost(options: DdpOptions, step: StepCost) -> StepCost:
         return step
     bound = (options.bucket_mb * MIB,)
     is_divided = len(step.rows) > 1 or step.layout.tensor > 1
-    is_small = not is_divided and _is_small(options, step)
+    # Gradients that are sent after the backward pass, as `ddp.strategy` says.
+    fits = total(step.parameters_of_rank(0)) <= min(options.bucket_mb, SMALL_MIB) * MIB
+    is_small = not is_divided and fits and step.device == "cpu" and options.allreduce == "backend"
     if not is_divided and not is_small:  # torch's engine
         limits = (FIRST_BUCKET_BYTES, *bound)
         # Micro-batches before the last accumulate gradients of their own beside the buckets.
@@ -58,13 +60,6 @@ def cost(options: DdpOptions, step: StepCost) -> StepCost:
     }
     copies = {rank: sum(m.size_bytes for m in sent) for rank, sent in messages.items()}
     return replace(step, after_passes=messages, after_held=copies)
-
-
-def _is_small(options: DdpOptions, step: StepCost) -> bool:
-    """Return True for gradients that are sent after the backward pass, as `ddp.strategy` says."""
-    size = total(step.parameters_of_rank(0))
-    fits = size <= min(options.bucket_mb, SMALL_MIB) * MIB
-    return step.device == "cpu" and fits and options.allreduce == "backend"
 
 
 def _with_buckets(step: StepCost, limits: Sequence[float], messages_are_copies: bool) -> StepCost:

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import ceil
 
-from shoal.costs.step_cost import HeldParameter, LocalSegment, SentMessage, StepCost, total
+from shoal.costs.step_cost import HeldParameter, SentMessage, StepCost, total
 from shoal.strategies.full_model import enclosing
 from shoal.strategies.options import ZeroOptions
 from shoal.strategies.wrap_units import innermost, units
@@ -82,33 +81,39 @@ def _with_units(options: ZeroOptions, stage: int, step: StepCost, whole: list[fl
     # zero1 keeps whole gradients until the last micro-batch, in place of shards.
     kept = sum(whole) - sum(p.gradient_bytes for s in step.segments for p in s.parameters)
     kept *= stage == 1 and step.accumulate > 1
-    segments = [
-        segment._replace(
-            held_forward=segment.held_forward + held.forward(index),
-            held_backward=segment.held_backward + held.backward(index) + kept,
-            held_after=segment.held_after + held.after(index),
-        )
-        for index, segment in enumerate(step.segments)
-    ]
     # zero1 and zero2 gather in the first micro-batch of a step, and zero1 reduces in the last.
-    shares = [1 / step.accumulate if stage < least else 1.0 for least in (3, 2)]
+    gathered, reduced = (1 / step.accumulate if stage < least else 1.0 for least in (3, 2))
     tensors: Counter[str] = Counter()
-    for segment, name in zip(segments, held.unit_of, strict=True):
+    for segment, name in zip(step.segments, unit_of, strict=True):
         tensors[name] += sum(p.gradient_bytes > 0 for p in segment.parameters)
-    for index, (segment, name) in enumerate(zip(segments, held.unit_of, strict=True)):
-        segments[index] = _with_messages(
-            segment,
-            held.sizes[name],
-            tensors[name],
-            scale,
-            shares,
-            begins=bool(name) and index == held.first[name],
-            gathers_again=stage == 3 and bool(name) and index == held.last[name],
+    gathers: dict[str, SentMessage] = {}
+    reductions: dict[str, tuple[SentMessage, ...]] = {}
+    for name, size in held.sizes.items():
+        around = (("fsdp message", 1), ("fsdp tensor", tensors[name]))
+        # Weights are copied out of what was gathered, and gradients into what is reduced.
+        gathers[name] = SentMessage("all_gather", scale * size, "shard", gathered, around, passes=2)
+        reductions[name] = (
+            SentMessage("reduce_scatter", size, "shard", reduced, around, passes=2),
+            SentMessage("all_reduce", size, "replicate", reduced),
         )
-    root = held.sizes[""]
-    if root and segments:  # gathered before all units, and reduced after them
-        segments[0] = _with_messages(
-            segments[0], root, tensors[""], scale, shares, begins=True, gathers_again=False
+    segments = []
+    for index, (segment, name) in enumerate(zip(step.segments, unit_of, strict=True)):
+        begun = [name] if name and index == held.first[name] else []
+        if index == 0 and held.sizes[""]:  # the root: gathered before all units, reduced after them
+            begun.insert(0, "")
+        again = [name] if stage == 3 and name and index == held.last[name] else []
+        segments.append(
+            segment._replace(
+                held_forward=segment.held_forward + held.forward(index),
+                held_backward=segment.held_backward + held.backward(index) + kept,
+                held_after=segment.held_after + held.after(index),
+                before_forward=(*(gathers[each] for each in begun), *segment.before_forward),
+                before_backward=(*(gathers[each] for each in again), *segment.before_backward),
+                after_backward=(
+                    *segment.after_backward,
+                    *(message for each in reversed(begun) for message in reductions[each]),
+                ),
+            )
         )
     return replace(step, segments=tuple(segments))
 
@@ -180,36 +185,3 @@ class _HeldUnits:
     def _last_message(self, index: int) -> float:
         begun = self._begun[index]
         return self.scale * self.sizes[self.order[begun - 1]] if begun else 0.0
-
-
-def _with_messages(
-    segment: LocalSegment,
-    size: float,
-    tensors: int,
-    scale: float,
-    shares: Sequence[float],
-    begins: bool,
-    gathers_again: bool,
-) -> LocalSegment:
-    """Add the gathering before a unit, its reduction behind it, and its second gathering.
-
-    Args:
-        scale: bytes of what is gathered, as a multiple of `size`.
-        shares: of the micro-batches in which a unit is gathered, and reduced.
-    """
-    around = (("fsdp message", 1), ("fsdp tensor", tensors))
-    gathered, reduced = shares
-    # Weights are copied out of what was gathered, and gradients into what is reduced.
-    gather = (SentMessage("all_gather", scale * size, "shard", gathered, around, passes=2),)
-    reduce = (
-        SentMessage("reduce_scatter", size, "shard", reduced, around, passes=2),
-        SentMessage("all_reduce", size, "replicate", reduced),
-    )
-    if begins:
-        segment = segment._replace(
-            before_forward=(*gather, *segment.before_forward),
-            after_backward=(*segment.after_backward, *reduce),
-        )
-    if gathers_again:
-        segment = segment._replace(before_backward=(*gather, *segment.before_backward))
-    return segment
