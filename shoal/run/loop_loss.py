@@ -61,6 +61,15 @@ COUNTED = (
     "run.microbatches: the weight of a counted loss, and of a mean of ranks, is known when all "
     "micro-batches were counted. Give it as a function: run.forward_backward(compute_loss, *batch)."
 )
+GATHERED = (
+    "run.gather inside of run.microbatches has the rows of one micro-batch, where one device "
+    "compares those of the whole batch. Give the loss as a function, which gathers all rows before "
+    "the step: run.forward_backward(compute_loss, *batch); or use accumulate=1."
+)
+ROWS_OF_A_PART = (
+    "note: run.gather inside of run.microbatches returns the rows of one micro-batch of all ranks; "
+    "before that loop it returns those of the whole batch."
+)
 NOT_CALLED = (
     "run.backward: no call of a prepared model was seen since the last step, so nothing has put "
     "{precision} around its forward pass. Calls of a compiled model and of methods are not seen. "
@@ -295,6 +304,14 @@ class LoopLoss:
                     f"run.microbatches: no run.backward(loss) was called for micro-batch {number}, "
                     "so its gradient would be missing."
                 )
+
+    def check_gather(self, rows: Tensor) -> None:
+        """Raise UsageError for rows of a loss of a micro-batch; note others."""
+        if self._microbatch is None or self._prepared.settings.accumulate == 1:
+            return
+        if rows.requires_grad:
+            raise UsageError(GATHERED)
+        self._prepared.note_once(ROWS_OF_A_PART)
 
     def _batch(
         self, compute_loss: base.ComputeLoss, rows: int | None, calls: Sequence[tuple[Any, ...]]

@@ -260,11 +260,13 @@ class Run(StatefulRun):
         Returns: (rows of all ranks, ...), the same on every rank.
         Raises:
             StrategyRefused: the global batch is not computed at once, or by different weights.
-            UsageError: rows of different shapes or dtypes; inside of `evaluate`.
+            UsageError: rows of different shapes or dtypes; inside of `evaluate`; rows of a loss
+                inside of `microbatches`.
         """
         checks.check_tensor("run.gather", tensor)
         checks.check_views(views, len(tensor))
         with self._calls.during("run.gather"):
+            self._loop.check_gather(tensor)
             return self._gathering.gather_views(tensor, views, self._local_model())
 
     @property

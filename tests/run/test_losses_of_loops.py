@@ -317,6 +317,28 @@ def test_the_same_with_rows_of_all_ranks_trains_as_on_one_device() -> None:
         torch.testing.assert_close(weight, expected, rtol=1e-10, atol=1e-12)
 
 
+def gathered_in_parts() -> tuple[str, int]:
+    """Return the error of a contrastive loss of micro-batches; and how often rows without a
+    gradient get a note.
+    """
+    lines: list[str] = []
+    run = shoal.init("ddp", accumulate=2, announce=lines.append)
+    model = run.prepare(nn.Linear(3, 4))
+    x = run.share(torch.randn(8, 3))
+    part = next(run.microbatches(x))
+    for _ in range(2):
+        assert len(run.gather(part)) == 4
+    with pytest.raises(UsageError) as raised:
+        run.gather(model(part))
+    return str(raised.value), sum("rows of one micro-batch of all ranks" in line for line in lines)
+
+
+def test_a_loss_of_the_gathered_rows_of_micro_batches_is_refused() -> None:
+    for rank, (said, notes) in enumerate(world.run(2, gathered_in_parts)):
+        assert "run.forward_backward(compute_loss, *batch); or use accumulate=1" in said
+        assert notes == (rank == 0)
+
+
 def weights_of_gathered_rows(of_all: bool) -> str:
     """Train by the loss of all rows, with weights of classes by what a rank has predicted."""
     torch.manual_seed(0)
