@@ -45,7 +45,9 @@ def evaluate_run(
     built = build(job, run.device)
     ema: Ema | None = None
     if strategy is not None:
-        optimizer = optimizers.build(job.optimizer, built.model, job.train.batch_size)
+        # It takes no step, and some optimizers cannot step shards.
+        config = replace(job.optimizer, name="SGD", nesterov=False, options={})
+        optimizer = optimizers.build(config, built.model, job.train.batch_size)
         run.prepare(built.model, optimizer)
         ema = run.ema(job.train.ema) if job.train.ema else None
     layout = no_layout if strategy is None else run.layout_of()
@@ -55,7 +57,8 @@ def evaluate_run(
             f"{directory} has no checkpoint yet. Train it first: shoal train {job.name}"
         )
     if strategy is not None:
-        run.load_state(saved.tensors, saved.info, {})
+        weights = {n: v for n, v in saved.tensors.items() if not n.startswith("optimizer.")}
+        run.load_state(weights, {**saved.info, "optimizer": {}}, {})
     else:
         built.model.load_state_dict(_begins_with("model.", saved.tensors))
         if job.train.ema:  # of parameters alone, and of a tied one once

@@ -115,3 +115,13 @@ def test_a_run_is_evaluated_under_another_strategy_than_it_was_trained_with(
     for results in world.run(2, in_turn, evaluate_run, *calls):
         for _, found in results:
             assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_run_is_divided_for_an_evaluation_whatever_its_optimizer(tmp_path: Path) -> None:
+    more = {"optimizer.weight_decay": 0.1, "optimizer.decay_norm_and_bias": False}
+    job = tiny(tmp_path / "run", EVERYTHING, more, optimizer__name="Adafactor")
+    world.run(1, tiny_jobs.trains, job)
+    loss = tiny_jobs.metrics(tmp_path / "run")[-1]["loss"]
+    calls = [(tmp_path / "run", "latest", strategy) for strategy in ("zero3", "server=1")]
+    for results in world.run(2, in_turn, evaluate_run, *calls):
+        assert [found["loss"] for _, found in results] == pytest.approx([loss] * 2, rel=1e-6)
