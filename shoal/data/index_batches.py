@@ -65,7 +65,7 @@ class IndexBatches:
 
     def remaining(self, epoch: int, position: int) -> Iterator[IndexBatch]:
         """Yield the batches of an epoch from a position on."""
-        items = seeded(lambda: self._begin(epoch), derive_seed(self._seed, epoch), DRAWN_AHEAD)
+        items = self._items(epoch)
         if self._has_lists:
             stop = 0
             for item in items:
@@ -82,6 +82,13 @@ class IndexBatches:
                 return
             stop += len(indices)
             yield IndexBatch(epoch, stop, indices)
+
+    def indices(self, epoch: int) -> list[Hashable]:
+        """Return what the sampler gives in an epoch, the last smaller batch included."""
+        return [*map(plain_index, self._items(epoch))]
+
+    def _items(self, epoch: int) -> Iterator[Any]:
+        return seeded(lambda: self._begin(epoch), derive_seed(self._seed, epoch), DRAWN_AHEAD)
 
     def _begin(self, epoch: int) -> Iterator[Any]:
         for source in self._samplers():

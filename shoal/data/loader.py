@@ -13,11 +13,18 @@ of ranks nor on the number of worker processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from shoal.data.batch_fetcher import BatchFetcher, Collate, needs_whole_batch, worker_loader
 from shoal.data.batch_shards import BatchShard
@@ -180,9 +187,10 @@ class EvaluationBatches:
     batch     0   1   2   3   4   5   6
     rank      0   1   2   0   1   2   0       of 3 ranks; 1 and 2 may join the last one uncounted
 
-    A DataLoader of map-style data is read in the data set's own order, in batches of `batch_size`,
-    whatever its sampler. With a `batch_sampler`, ready-made or iterable batches, the batches are
-    those that the loader gives in one process; a rank reads all of a stream.
+    Of a DataLoader of map-style data, the samples that its sampler gives are read, in the order of
+    the data set and in batches of `batch_size`. With a `batch_sampler`, ready-made or iterable
+    batches, the batches are those that the loader gives in one process; a rank reads all of a
+    stream.
 
     Args:
         loader: a DataLoader, or an iterable of batches.
@@ -246,8 +254,19 @@ class EvaluationBatches:
 def _index_batches(loader: DataLoader) -> list[IndexBatch]:
     if loader.batch_size is None:
         return list(IndexBatches(loader, 0).remaining(0, 0))
-    samples, size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
-    stops = (min(start + size, samples) for start in range(0, samples, size))
+    size, rows = loader.batch_size, _rows_read(loader)
+    stops = (min(start + size, len(rows)) for start in range(0, len(rows), size))
     return [
-        IndexBatch(0, stop, tuple(range(number * size, stop))) for number, stop in enumerate(stops)
+        IndexBatch(0, stop, tuple(rows[number * size : stop])) for number, stop in enumerate(stops)
     ]
+
+
+def _rows_read(loader: DataLoader) -> Sequence[Hashable]:
+    """Return the indices of the samples that a loader reads, in the order of the data set."""
+    sampler: Any = loader.sampler
+    samples = len(loader.dataset)  # type: ignore[arg-type]
+    is_whole = type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == samples
+    if is_whole and not getattr(sampler, "replacement", False):
+        return range(samples)
+    indices: list[Any] = IndexBatches(loader, 0).indices(0)
+    return sorted(indices) if all(isinstance(index, int) for index in indices) else indices

@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 import shoal
 from shoal.data.loader import EvaluationBatches
@@ -83,3 +89,10 @@ def test_sums_are_the_same_to_the_last_bit_for_every_kind_of_loader() -> None:
     (expected,) = {tuple(sums.items()) for sums in evaluated()}
     for found in world.run(3, evaluated):
         assert {tuple(sums.items()) for sums in found} == {expected}
+
+
+def test_a_sampler_of_some_samples_is_kept_in_the_order_of_the_data_set() -> None:
+    sampler = SubsetRandomSampler([7, 1, 4, 9, 3])
+    loader = DataLoader(range(10), 2, sampler=sampler, drop_last=True)  # type: ignore[arg-type]
+    found = [[item.batch.tolist() for item in EvaluationBatches(loader, r, 2)] for r in (0, 1)]
+    assert found == [[[1, 3], [9]], [[4, 7]]]
