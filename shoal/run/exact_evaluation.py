@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from shoal.comm.axis import Axis
 from shoal.comm.row_collectives import gather_rows
 from shoal.data.loader import EvaluationBatches
 from shoal.errors import UsageError
+from shoal.run.preparation import check_same_data
 from shoal.strategies.base import NEEDS_NOTHING, LocalModel
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
@@ -114,6 +116,10 @@ class OneEvaluation(NamedTuple):
             name: of the function, for messages.
         """
         data, model = self.data, self.local_model
+        if isinstance(self.loader, DataLoader):
+            check_same_data(
+                name.partition(":")[0], self.loader.dataset, self.loader.sampler, self.data
+            )
         outside_step, joins = NEEDS_NOTHING, False
         if model is not None:
             model.strategy_state.synchronize()

@@ -172,18 +172,18 @@ def shard_loader(
     )
     sharded.device = mesh.device
     sharded.data_fingerprint = fingerprint(sharded.dataset)
-    _check_same_data(sharded, getattr(loader, "sampler", None), mesh.data)
+    check_same_data("prepare", sharded.dataset, getattr(loader, "sampler", None), mesh.data)
     # Its worker processes must end before the process groups do.
     register_cleanup(sharded)
     return sharded
 
 
-def _check_same_data(loader: ShardedLoader, sampler: Any, data: Axis) -> None:
+def check_same_data(call: str, dataset: Any, sampler: Any, data: Axis) -> None:
     """Raise UsageError on all ranks if their data sets differ, as far as is known. Collective."""
-    if data.is_same([loader.data_fingerprint, fingerprint(sampler)]):
+    if data.size == 1 or data.is_same([fingerprint(dataset), fingerprint(sampler)]):
         return
     raise UsageError(
-        f"prepare: {type(loader.dataset).__name__} or its sampler is not the same on all ranks, so "
+        f"{call}: {type(dataset).__name__} or its sampler is not the same on all ranks, so "
         "some samples would come twice, and others never. After the first run.prepare torch draws "
         "other numbers on each data rank. Draw parts of the data before it, or by a generator that "
         "is the same on all ranks: random_split(data, lengths, "

@@ -221,3 +221,19 @@ def test_an_evaluation_leaves_every_module_in_the_mode_that_it_had() -> None:
     found = shoal.init(announce=str).evaluate(lambda x, y: {"ones": (y >= 0).sum()}, loader, model)
     assert found == {"samples": SAMPLES, "ones": SAMPLES}
     assert [module.training for module in model.modules()] == [True, False, True]
+
+
+def evaluates_own_part(call: str) -> str:
+    """Return the error of an evaluation of samples that each rank has drawn for itself."""
+    run, model = shoal.init("ddp", announce=str), net()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    part = torch.utils.data.random_split(samples(), [18, 5])[1]
+    with pytest.raises(UsageError) as raised:
+        getattr(run, call)(lambda x, y: {"index": y}, DataLoader(part, batch_size=1))
+    return str(raised.value)
+
+
+def test_a_part_of_the_data_that_differs_on_ranks_is_refused() -> None:
+    for results in world.run(2, in_turn, evaluates_own_part, ("evaluate",), ("predict",)):
+        for call, said in zip(("evaluate", "predict"), results, strict=True):
+            assert said.startswith(f"{call}: Subset or its sampler is not the same on all ranks")
