@@ -297,7 +297,9 @@ class Checkpoints:
             if manifest.to_text(manifest.read(path).info) == manifest.to_text(info):
                 return False
             raise CheckpointError(
-                f"{path} is there, good, and has another info; it is not overwritten"
+                f"{path} is there, good, and has another info; it is not overwritten. Save once "
+                "after a step: where a run goes on at the end of an epoch, `if step > resumed`. Or "
+                "move it away"
             )
         remove(path)
         tmp_path = path.with_name(f"{path.name}.tmp")
