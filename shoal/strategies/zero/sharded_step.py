@@ -76,6 +76,9 @@ class ShardedStep:
             self.lockstep = Lockstep(data, self.root, model, wrapped, frees=stage == 3)
             register_cleanup(self.lockstep)
         self.root.lockstep = self.lockstep
+        for parameter in model.module.parameters():
+            if not parameter.is_contiguous():  # channels_last, which fully_shard does not take
+                parameter.data = parameter.data.contiguous()
         # fully_shard divides dimension 0, which a scalar does not have: `_reduce_scalars`.
         ignored = {p for p in model.module.parameters() if p.dim() == 0}
         shard = partial(fully_shard, ignored_params=ignored, **arguments)

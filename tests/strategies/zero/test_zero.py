@@ -194,6 +194,15 @@ def test_modules_may_be_shared(strategy: str) -> None:
     check_strategy(strategy, 2, Experiment(Sharing, image_loader, F.cross_entropy, steps=3))
 
 
+def channels_last() -> nn.Module:
+    layers = nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3), nn.Flatten(), nn.Linear(32, 10)
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def test_weights_in_channels_last_are_sharded() -> None:
+    check_strategy("zero3", 2, Experiment(channels_last, image_loader, F.cross_entropy, steps=3))
+
+
 class Outside(nn.Module):
     """A model that uses a block's weight outside of the block, before and after it has run."""
 
