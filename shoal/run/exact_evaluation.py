@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ WITHOUT_NAME = ""
 """Name of a tensor that `compute` returns by itself."""
 ComputeSums = Callable[..., dict[str, Tensor]]
 """(*batch) -> name -> scalar sum over the batch; `samples` is added if it is missing."""
+_compared = WeakSet[DataLoader]()
+"""Loaders whose data sets ranks have compared."""
 
 
 class OneEvaluation(NamedTuple):
@@ -116,10 +119,9 @@ class OneEvaluation(NamedTuple):
             name: of the function, for messages.
         """
         data, model = self.data, self.local_model
-        if isinstance(self.loader, DataLoader):
-            check_same_data(
-                name.partition(":")[0], self.loader.dataset, self.loader.sampler, self.data
-            )
+        if isinstance(loader := self.loader, DataLoader) and loader not in _compared:
+            _compared.add(loader)  # once: later a data set may keep what this rank has read of it
+            check_same_data(name.partition(":")[0], loader.dataset, loader.sampler, data)
         outside_step, joins = NEEDS_NOTHING, False
         if model is not None:
             model.strategy_state.synchronize()

@@ -233,6 +233,30 @@ def evaluates_own_part(call: str) -> str:
     return str(raised.value)
 
 
+class Cached(torch.utils.data.Dataset):
+    """Keeps what was read of it, as each rank reads other samples."""
+
+    def __init__(self) -> None:
+        self.kept = torch.zeros(SAMPLES)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.kept[index] = index + 1.0
+        return self.kept[index]
+
+
+def evaluates_twice() -> list[dict[str, float]]:
+    run, loader = shoal.init("ddp", announce=str), DataLoader(Cached(), batch_size=2)
+    return [run.evaluate(lambda x: {"sum": x.sum()}, loader) for _ in range(2)]
+
+
+def test_a_data_set_may_keep_what_a_rank_has_read_of_it() -> None:
+    expected = {"samples": SAMPLES, "sum": SAMPLES * (SAMPLES + 1) / 2}
+    assert world.run(2, evaluates_twice) == [[expected] * 2] * 2
+
+
 def test_a_part_of_the_data_that_differs_on_ranks_is_refused() -> None:
     for results in world.run(2, in_turn, evaluates_own_part, ("evaluate",), ("predict",)):
         for call, said in zip(("evaluate", "predict"), results, strict=True):
