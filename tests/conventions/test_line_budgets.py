@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_560,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 70_640,
+    "tests": 70_670,
     "benchmarks": 8_660,
 }
 SLACK = 0.03
