@@ -132,7 +132,7 @@ class NonfiniteSteps:
         problems = [] if finite else self._problems(loss_is_finite)
         # A sum of large numbers may overflow where no gradient does: then there is no problem.
         self._skip_next = bool(problems) or skips
-        self.is_finite = not self._skip_next
+        self.is_finite = not (problems or was_told)  # whatever overflows in fp16
         if problems and not was_told:
             self._react(problems)
         elif self.is_finite:
