@@ -48,6 +48,7 @@ def for_script(path: str) -> list[str]:
         return []
     names = IMPORTED.findall(source)
     safe = {name for name in names if "._" not in name and not name.startswith(FOREIGN)}
-    safe |= {RUN} if any(name.startswith("shoal") for name in names) else set()
+    if any(name.startswith("shoal") for name in names):
+        safe.add(RUN)
     trains = any(word in source for word in TRAINING_WORDS)
     return [*sorted(safe), *(TRAINING if trains else ())]

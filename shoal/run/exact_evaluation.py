@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from shoal.comm.axis import Axis
 from shoal.comm.row_collectives import gather_rows
+from shoal.data.fingerprint import fingerprint
 from shoal.data.loader import EvaluationBatches
 from shoal.errors import UsageError
 from shoal.run.preparation import check_same_data
@@ -119,9 +120,11 @@ class OneEvaluation(NamedTuple):
             name: of the function, for messages.
         """
         data, model = self.data, self.local_model
-        if isinstance(loader := self.loader, DataLoader) and loader not in _compared:
+        loader = self.loader
+        if data.size > 1 and isinstance(loader, DataLoader) and loader not in _compared:
             _compared.add(loader)  # once: later a data set may keep what this rank has read of it
-            check_same_data(name.partition(":")[0], loader.dataset, loader.sampler, data)
+            facts = [fingerprint(loader.dataset), fingerprint(loader.sampler)]
+            check_same_data(name.partition(":")[0], loader.dataset, facts, data)
         outside_step, joins = NEEDS_NOTHING, False
         if model is not None:
             model.strategy_state.synchronize()

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh, register_cleanup
-from shoal.data.fingerprint import fingerprint
+from shoal.data.fingerprint import Fingerprint, fingerprint
 from shoal.data.loader import shard_batches
 from shoal.data.seeds import derive_seed
 from shoal.data.sharded_loader import ShardedLoader
@@ -172,15 +172,16 @@ def shard_loader(
     )
     sharded.device = mesh.device
     sharded.data_fingerprint = fingerprint(sharded.dataset)
-    check_same_data("prepare", sharded.dataset, getattr(loader, "sampler", None), mesh.data)
+    facts = [sharded.data_fingerprint, fingerprint(getattr(loader, "sampler", None))]
+    check_same_data("prepare", sharded.dataset, facts, mesh.data)
     # Its worker processes must end before the process groups do.
     register_cleanup(sharded)
     return sharded
 
 
-def check_same_data(call: str, dataset: Any, sampler: Any, data: Axis) -> None:
-    """Raise UsageError on all ranks if their data sets differ, as far as is known. Collective."""
-    if data.size == 1 or data.is_same([fingerprint(dataset), fingerprint(sampler)]):
+def check_same_data(call: str, dataset: Any, facts: Sequence[Fingerprint], data: Axis) -> None:
+    """Raise UsageError on all ranks if fingerprints of data and sampler differ. Collective."""
+    if data.is_same(facts):
         return
     raise UsageError(
         f"{call}: {type(dataset).__name__} or its sampler is not the same on all ranks, so "
