@@ -77,6 +77,12 @@ def over_backends(result: Record) -> Iterator[str]:
         rows.append([task, *cells])
     head = "step / the hand-written one over Gloo: median (quartiles)"
     yield table([head, *(name for _, name in columns)], rows)
+    others = "by hand over shoal", "no exchange"
+    rows = []
+    for task, steps in result["shoal"]["step_s"].items():
+        found = [ratios(steps["Shoal over shoal"], steps[n]) for n in others if n in steps]
+        rows.append([task, *map(quartiles, found), *[""] * (len(others) - len(found))])
+    yield table(["Shoal over shoal / the same round's", *others], rows)
     yield told(result["shoal"]["circumstances"])
 
 

@@ -37,7 +37,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/watchdog": 910,
     "shoal/weights": 580,
     "tests": 70_670,
-    "benchmarks": 8_660,
+    "benchmarks": 8_670,
 }
 SLACK = 0.03
 """Share by which a budget may lie above what is there; `integrations` may grow."""
