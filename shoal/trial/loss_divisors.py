@@ -108,6 +108,7 @@ class Divisor(NamedTuple):
         adds: it adds up samples.
         divides: it divides by something that is as large as their number.
         factor: product of the single numbers that the reduction is multiplied by.
+        multiplies: there is such a number, which may be 1.
         elements: numbers that the reduction adds up; 0 where it takes a mean.
         outer: product of the numbers that the reduction is divided by.
         is_seen: False for an operation that may divide inside.
@@ -118,6 +119,7 @@ class Divisor(NamedTuple):
     adds: bool = False
     divides: bool = False
     factor: float = 1.0
+    multiplies: bool = False
     elements: int = 0
     outer: float = 1.0
     is_seen: bool = True
@@ -212,6 +214,7 @@ def _next(node: Any, way: Divisor, rows: int) -> list[tuple[Any, Divisor]]:
             # A sum times 0 may be of samples too.
             divides=way.divides or not number or _divides_samples(node, index, here, factor, rows),
             factor=way.factor * own,
+            multiplies=way.multiplies or (name == "Mul" and not begun),
             outer=way.outer if way.operation else way.outer * here,
         )
         behind.append((other, after))
@@ -430,7 +433,8 @@ def _is_weighted_by_samples(term: Sequence[Divisor], rows: Sequence[int]) -> boo
     """
     pairs = [*zip(term, rows, strict=True)]
     if all((one.factor, one.outer) == (n, sum(rows)) for one, n in pairs):
-        return True
+        # Of one sample each, it may be divided by the batches of a step alone.
+        return any(one.multiplies for one in term)
     shares = [one.factor / one.outer * sum(rows) / n for one, n in pairs]
     return len(set(rows)) > 1 and _are_equal([1, *shares])
 

@@ -193,6 +193,17 @@ def test_a_mean_that_is_weighted_by_the_share_of_its_part_is_refused_where_share
     assert objection(halves) == ""
 
 
+def test_a_mean_of_one_sample_may_be_divided_by_as_many_batches_as_there_are_parts() -> None:
+    def divided(scores: Tensor, tokens: Tensor) -> Tensor:
+        return scores.square().mean() / 2
+
+    def weighted(scores: Tensor, tokens: Tensor) -> Tensor:
+        return scores.square().mean() * len(scores) / 2
+
+    assert objection([part(divided, 1, 1), part(divided, 2, 1)]) == ""
+    assert "divided by those of all, 2" in objection([part(weighted, 1, 1), part(weighted, 2, 1)])
+
+
 BENDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "flooding": lambda mean, level: (mean - level).abs() + level,
     "free bits by clamp": lambda mean, level: mean.clamp(min=level.item()),
