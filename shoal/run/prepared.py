@@ -151,13 +151,15 @@ class Prepared:
         for model in new_models:
             check_on_device(model, self.mesh.device)
         recorder = None if self.tracing is None else self.mesh.recorder
-        shared = [
-            shard_loader(loader, self.mesh, self.settings.seed, recorder, self.announce)
+        shared: list[ShardedLoader] = [
+            loader  # is shared out already
+            if any(loader is known for known in self.loaders)
+            else shard_loader(loader, self.mesh, self.settings.seed, recorder, self.announce)
             for loader in loaders
         ]
         for loader in shared:
             loader.watch, self.watch.has_loader = self.watch, True
-        self.loaders += shared
+        self.loaders += [loader for loader in shared if loader not in self.loaders]
         self.models += new_models
         self._replace_optimizers(optimizers)
         if self.models:

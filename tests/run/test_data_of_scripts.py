@@ -216,3 +216,25 @@ def test_labels_that_each_rank_writes_for_its_own_samples_are_told() -> None:
     assert not torch.allclose(weight, right, rtol=1e-10, atol=0)
     assert cured_notes == []
     torch.testing.assert_close(cured, right, rtol=1e-10, atol=0)
+
+
+def prepared_again(strategy: str) -> dict[str, Tensor]:
+    """Train an epoch, then a second phase whose loader is given to `prepare` again."""
+    run, model, optimizer = prepared([], strategy)
+    x = torch.randn(13, 8, generator=torch.Generator().manual_seed(1)).double()
+    loader = run.prepare(DataLoader(TensorDataset(x), batch_size=4, shuffle=True))
+    for _ in range(2):
+        for (rows,) in loader:
+            optimizer.zero_grad()
+            run.backward(model(rows).square().mean())
+            optimizer.step()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer, again = run.prepare(model, optimizer, loader)
+        assert again is loader
+    return run.weights()
+
+
+def test_a_loader_that_is_prepared_again_stays_as_it_is() -> None:
+    expected = prepared_again("single")
+    for found in world.run(2, prepared_again, "ddp"):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
