@@ -111,7 +111,8 @@ def layouts(tensor: Tensor, count: int) -> list[Tensor]:
 def samples_in(columns: Sequence[Tensor]) -> list[bytes]:
     """Return the bytes of each sample."""
     parts = [
-        column.detach().cpu().contiguous().view(torch.uint8).reshape(len(column), -1)
+        # Of one number in each row, contiguous strides may be others than 1.
+        column.detach().cpu().contiguous().view(-1).view(torch.uint8).reshape(len(column), -1)
         for column in columns
     ]
     return [row.tobytes() for row in torch.cat(parts, 1).numpy()]

@@ -34,3 +34,9 @@ def test_a_shift_by_the_largest_of_all_is_rounding(
     x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0)) * 4
     replaced = torch.where(REPLACED[:, None], 2 * x.flip(0), x)
     assert mixes_rows([compute(x)], [compute(replaced)], REPLACED) is mixes
+
+
+def test_samples_of_one_number_may_lie_in_any_strides() -> None:
+    x = torch.arange(12.0).reshape(1, 12)[:, ::2].T  # (6, 1), with the strides (2, 12)
+    assert mixes_rows([x - x.mean()], [2 * x - x.mean()], REPLACED)
+    assert not mixes_rows([x], [torch.where(REPLACED[:, None], x + 1, x)], REPLACED)
