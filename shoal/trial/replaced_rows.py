@@ -107,6 +107,9 @@ class ReplacedRows(DispatchMode):
         for tensor in filter(_is_plain, tensors):
             same, replaced = tensor.detach().clone(), tensor.detach().clone()
             replaced.copy_(tensor.detach()[donors.to(tensor.device)])
+            memory = self._memory(tensor)
+            if memory is not None and memory.replaced_rows is not replaced_rows:
+                self._drop([tensor])  # an earlier batch is another view of the same data
             self._note(tensor, same, replaced, replaced_rows)
 
     def copies_of(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

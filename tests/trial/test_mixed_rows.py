@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.trial.mixed_rows import mixes_rows
+from shoal.trial.replaced_rows import ReplacedRows
 
 ROWS = 6
 REPLACED = torch.arange(ROWS) < 2
@@ -40,3 +41,14 @@ def test_samples_of_one_number_may_lie_in_any_strides() -> None:
     x = torch.arange(12.0).reshape(1, 12)[:, ::2].T  # (6, 1), with the strides (2, 12)
     assert mixes_rows([x - x.mean()], [2 * x - x.mean()], REPLACED)
     assert not mixes_rows([x], [torch.where(REPLACED[:, None], x + 1, x)], REPLACED)
+
+
+def test_batches_that_are_views_of_one_tensor_have_replaced_rows_of_their_own() -> None:
+    whole, rows = torch.randn(10, ROWS), ReplacedRows()
+    for batch in (whole[:6], whole[6:]):
+        replaced = torch.arange(len(batch)) < 2
+        rows.copy_rows([batch], replaced, torch.arange(len(batch)).flip(0))
+        rows.end_step()
+        copies = rows.copies_of(batch)
+        assert copies is not None
+        assert copies[2] is replaced
