@@ -188,7 +188,7 @@ def is_per_sample(value: Any, num_samples: int) -> bool:
 
     `[x, y]` of two samples could be two columns or two samples. It is two columns, as torch's
     default_collate makes them, if all of its tensors have two rows. Images (channels, height,
-    width) of one dtype are samples.
+    width) of one dtype are samples. Tensors of several kinds, floats and classes, are columns.
     """
     if not isinstance(value, (tuple, list)) or hasattr(value, "_fields"):
         return False
@@ -196,6 +196,8 @@ def is_per_sample(value: Any, num_samples: int) -> bool:
         return False
     if isinstance(value, SampleList):
         return True
+    if _are_of_kinds(value):
+        return False
     columns = _rows_of_columns(value)
     return columns is None or num_samples not in columns or _are_images(value)
 
@@ -209,6 +211,8 @@ def _possible_rows(value: Any) -> set[int] | None:
         return counts
     if isinstance(value, SampleList):
         return {len(value)}
+    if _are_of_kinds(value):
+        return counts
     # Numbers and strings alone may be a setting, such as the size of an image.
     return counts if counts is None else counts | {len(value)}
 
@@ -246,6 +250,11 @@ def _are_images(value: Sequence[Any]) -> bool:
         isinstance(item, Tensor) and item.dim() == 3 and item.dtype == value[0].dtype
         for item in value
     )
+
+
+def _are_of_kinds(value: Sequence[Any]) -> bool:
+    """Return True for tensors of several dtypes or numbers of dimensions."""
+    return are_tensors(value) and len({(item.dtype, item.dim()) for item in value}) > 1
 
 
 def _is_dataclass(value: Any) -> bool:

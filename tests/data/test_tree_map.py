@@ -103,6 +103,15 @@ def test_as_many_columns_as_samples_are_columns() -> None:
     assert (x.tolist(), y.tolist()) == ([[2, 3]], [1])
 
 
+def test_columns_of_several_kinds_are_none_of_as_many_samples() -> None:
+    x, y = take_rows((torch.zeros(4, 3), torch.arange(4)), slice(1, 3), 4)
+    assert (x.shape, y.tolist()) == ((2, 3), [1, 2])
+    with pytest.raises(UsageError, match=r"2 samples has a tensor of shape \(4, 3\)"):
+        take_rows((torch.zeros(4, 3), torch.arange(4)), slice(0, 1), 2)
+    pairs = [(torch.zeros(4), torch.tensor(1)), (torch.zeros(4), torch.tensor(2))]
+    assert take_rows(pairs, slice(1, 2), 2) == pairs[1:]
+
+
 def test_a_batch_of_no_certain_size_is_refused() -> None:
     with pytest.raises(UsageError, match=r"cannot be told: a dict with tensors of shape \(4,\)"):
         rows_of({"x": torch.zeros(4), "y": torch.zeros(5)})
