@@ -46,6 +46,12 @@ GRACE_S = 30
 # Odd, so that the length of a sequence is rarely taken for it.
 SAMPLES = 13
 PARTS = (slice(0, 4), slice(4, 8), slice(8, SAMPLES))
+LEFT_OUT = (
+    "collate_fn has made fewer rows than it was given samples, as one that leaves out bad samples "
+    "does, and it made a row of each of the first ones. Ranks would weight their means by samples "
+    "that are not there. Let it see whole batches: collate_fn=shoal.Collate(collate_fn, "
+    "whole_batch=True)."
+)
 
 
 @dataclass(frozen=True)
@@ -101,8 +107,12 @@ class BatchFetcher(Dataset):
             # Collectives need every rank: one without rows computes on a stand-in of weight zero.
             indices = indices[window] or indices[:1]
         found = self.collated(batch, indices)
-        if self.ranks == 1 and self.collate_fn is not default_collate:
+        if self.collate_fn is default_collate:
+            return found, BatchShard(batch.epoch, batch.stop, own, count, batch.indices)
+        if self.ranks == 1:
             count = own = rows_of_whole(found, count) or count
+        elif not isinstance(self.collate_fn, Collate) and _leaves_out(found, len(indices)):
+            raise UsageError(LEFT_OUT)
         return found, BatchShard(batch.epoch, batch.stop, own, count, batch.indices)
 
     def collated(self, batch: IndexBatch, indices: Sequence[Any]) -> Any:
@@ -170,6 +180,11 @@ def rows_of_whole(batch: Any, num_samples: int) -> int | None:
         return rows_of(batch)
     except UsageError:
         return None
+
+
+def _leaves_out(batch: Any, num_samples: int) -> bool:
+    """Return True if a batch has fewer rows than the samples that it was made of."""
+    return (rows_of_whole(batch, num_samples) or num_samples) < num_samples
 
 
 def worker_loader(
@@ -252,7 +267,7 @@ class _CollateProbe(Dataset):
             windows = [slice(0, 1), slice(1, None)]
         parts = [self.fetch.collated(batch, indices[window]) for window in windows]
         counts = [len(indices[window]) for window in windows]
-        if _same_rows(whole, parts, counts):
+        if _same_rows(whole, parts, counts) and not _leaves_out(whole, len(indices)):
             return False
         return rows_of_whole(whole, len(indices)) is not None
 

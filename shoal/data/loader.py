@@ -37,9 +37,10 @@ from shoal.trace.recorder import Recorder
 
 WHOLE_BATCH_NOTE = (
     "collate_fn makes other rows of a part of a batch than of the whole, as one that pads to the "
-    "longest sample does. So each rank fetches and collates every global batch, whose rows are "
-    "those of one device, if the loop does not cut them to its own longest sample, "
-    "x[:max(lengths)]. A collate_fn that pads to a fixed length needs only the rank's own samples."
+    "longest sample does, or leaves samples out. So each rank fetches and collates every global "
+    "batch, whose rows are those of one device, if the loop does not cut them to its own longest "
+    "sample, x[:max(lengths)]. A collate_fn that pads to a fixed length needs only the rank's own "
+    "samples."
 )
 
 

@@ -72,6 +72,16 @@ def pack(samples: list[Tensor]) -> Tensor:
     return flat[: len(flat) // 5 * 5].view(-1, 5)
 
 
+def without_multiples(samples: list[Any]) -> tuple[Tensor, ...]:
+    """Leave out each sample whose number is a multiple of 4."""
+    return tuple(map(torch.stack, zip(*(s for s in samples if s[0] % 4), strict=True)))
+
+
+def both_views(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    number, draw = map(torch.stack, zip(*samples, strict=True))
+    return torch.cat([number, -number]), torch.cat([draw, draw])
+
+
 def keep_apart(samples: list[Any]) -> tuple[Any, ...]:
     return tuple(zip(*samples, strict=True))
 
@@ -117,6 +127,12 @@ LOADERS: dict[str, Callable[[], Any]] = {
     ),
     "random masks": lambda: DataLoader(Texts(), 6, collate_fn=mask_at_random),
     "packing": lambda: DataLoader(Texts(), 6, collate_fn=pack),
+    "samples left out": lambda: DataLoader(
+        Numbers(),
+        batch_sampler=[[1, 2, 3, 4, 5, 6, 8, 9], [7, 8], [9, 10, 11]],
+        collate_fn=without_multiples,
+    ),
+    "views of two samples": lambda: DataLoader(Numbers(), 2, collate_fn=both_views),
     "images of different sizes": lambda: DataLoader(Shapes(), 4, collate_fn=keep_apart),
     "samples as they are": lambda: DataLoader(Shapes(), 4, collate_fn=list),
     "a list": again,
@@ -265,6 +281,15 @@ def test_a_distributed_sampler_is_refused_wherever_it_is(batched: bool) -> None:
     )
     with pytest.raises(UsageError, match="has a DistributedSampler"):
         shard_batches(DataLoader(Numbers(), **arguments), 0, 2, seed=0)
+
+
+def test_a_sample_that_is_left_out_later_is_refused_with_the_cure() -> None:
+    source = DataLoader(Numbers(), batch_sampler=[[1, 2, 3, 5], [6, 7, 8, 9]])
+    source.collate_fn = without_multiples
+    with pytest.raises(UsageError, match=r"fewer rows .*shoal\.Collate\(collate_fn, whole"):
+        list(shard_batches(source, 1, 2, seed=0))
+    source.collate_fn = Collate(without_multiples, whole_batch=True)
+    assert [len(number) for number, _ in shard_batches(source, 1, 2, seed=0)] == [2, 1]
 
 
 def test_what_gives_no_batches_is_refused() -> None:
