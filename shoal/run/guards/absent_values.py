@@ -269,6 +269,10 @@ class AbsentGradients:
                 absent.absence.is_zeroed = False
                 parameter.grad = absent
 
+    def shown(self) -> set[str]:
+        """Return the names of parameters whose stand-in the script has left where it was."""
+        return {name for name, parameter, absent in self._absent if parameter.grad is absent}
+
     def zeroed(self) -> set[str]:
         """Return the names of parameters whose stand-in the script has set to zero."""
         return {

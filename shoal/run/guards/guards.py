@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import UsageError
+from shoal.platform.script_line import call_site
 from shoal.run.batch_size import BatchHistory
 from shoal.run.guards.absent_values import AbsentGradients, guard_absent_weights
 from shoal.run.guards.backward_hooks import guard_backward
@@ -23,6 +24,18 @@ from shoal.run.guards.refused_calls import guard_refused_calls
 from shoal.run.guards.shard_functions import guard_shards
 from shoal.run.guards.weight_writes import WeightWatch
 from shoal.strategies.base import LocalModel, no_op
+
+NOT_ZEROED = (
+    "the gradients of the last step were not zeroed, as that of {name}: one device would add those "
+    "of the next pass to them, and the servers no longer hold them. Call optimizer.zero_grad() "
+    "after each step, or before each pass; or use ddp or zero1."
+)
+STEPPED_AGAIN = (
+    "optimizer.step(){site}: a second step by the gradients of one pass, which one device would "
+    "take, and the servers no longer hold them. Compute them again before each step; or use ddp or "
+    "zero1."
+)
+"""Errors about gradients that servers have stepped."""
 
 
 class Guards:
@@ -98,8 +111,14 @@ class Guards:
         self._forward_writes = None
 
     def before_update(self) -> None:
-        """Let an optimizer see no gradients that are elsewhere."""
+        """Let an optimizer see no gradients that are elsewhere.
+
+        Raises: UsageError: servers have stepped them.
+        """
         if self._absent is not None:
+            remote = None if self._guarded is None else self._guarded.local_model.remote_optimizer
+            if remote is not None and not remote.has_pushed and self._absent.shown():
+                raise UsageError(STEPPED_AGAIN.format(site=call_site()))
             self._absent.hide_from_update()
 
     def after_update(self) -> None:
@@ -110,7 +129,8 @@ class Guards:
     def before_step(self) -> None:
         """Check what was done since the last step. Call it first in `forward_backward`.
 
-        Raises: UsageError: weights or optimizer state were written that would be lost.
+        Raises: UsageError: weights or optimizer state were written that would be lost; gradients
+            that servers have stepped were not zeroed.
         """
         if self._guarded is not None and not self._is_script_searched:
             self._is_script_searched = True
@@ -119,7 +139,10 @@ class Guards:
             self._states.check()
         if self._absent is not None and self._guarded is not None:
             if (remote := self._guarded.local_model.remote_optimizer) is not None:
-                remote.zeroed = self._absent.zeroed()
+                remote.zeroed = zeroed = self._absent.zeroed()
+                kept = self._absent.shown() - zeroed
+                if kept and not remote.has_pushed:
+                    raise UsageError(NOT_ZEROED.format(name=min(kept)))
             self._absent.hide()
         if self._weights is not None:
             self._weights.begin_passes()

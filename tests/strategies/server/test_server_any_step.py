@@ -212,6 +212,29 @@ def test_gradients_of_two_calls_are_not_added_up_in_silence() -> None:
     assert "to leave a step out call optimizer.zero_grad()" in said
 
 
+def unzeroed(strategy: str, steps: int) -> None:
+    """Train without ever zeroing gradients."""
+    run, net, optimizer, batches = prepared(strategy)
+    for x, y in batches:
+        run.forward_backward(partial(twice, net), x, y)
+        for _ in range(steps):
+            optimizer.step()
+
+
+def refused(steps: int) -> str:
+    with pytest.raises(UsageError) as error:
+        unzeroed(SERVERS, steps)
+    return str(error.value)
+
+
+def test_gradients_that_servers_have_stepped_are_not_taken_for_zero_in_silence() -> None:
+    ((never_zeroed, stepped_twice),) = world.run(1, in_turn, refused, (1,), (2,))
+    assert "were not zeroed, as that of" in never_zeroed
+    assert "Call optimizer.zero_grad() after each step" in never_zeroed
+    assert "a second step by the gradients of one pass" in stepped_twice
+    assert "test_server_any_step.py:" in stepped_twice
+
+
 def averaged(strategy: str) -> dict[str, Tensor]:
     """Average the weights between steps by hand, after another call of the run."""
     run, net, optimizer, batches = prepared(strategy)
