@@ -14,7 +14,7 @@ of ranks nor on the number of worker processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import (
@@ -42,6 +42,8 @@ WHOLE_BATCH_NOTE = (
     "sample, x[:max(lengths)]. A collate_fn that pads to a fixed length needs only the rank's own "
     "samples."
 )
+MOST_PEEKED = 16
+"""Batches among which one of several samples is looked for, with which collation is tried."""
 
 
 class DistributedBatchLoader(ShardedLoader):
@@ -92,14 +94,19 @@ class DistributedBatchLoader(ShardedLoader):
 
     def _probe(self, remaining: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
         """Decide, before the first batch, if collation needs whole batches."""
-        first = None if self._is_probed else next(remaining, None)
-        if first is None:
+        begun = [] if self._is_probed else [*islice(remaining, 1)]
+        while begun and len(begun) < MOST_PEEKED and len(begun[-1].indices) < 2:
+            following = next(remaining, None)  # of one sample nothing can be told
+            if following is None:
+                break
+            begun.append(following)
+        if not begun:
             return remaining
         self._is_probed = True
-        self._fetch.whole_batch = needs_whole_batch(self._fetch, first, self._loader)
+        self._fetch.whole_batch = needs_whole_batch(self._fetch, begun[-1], self._loader)
         if self._fetch.whole_batch and not isinstance(self._fetch.collate_fn, Collate):
             self._note_once("whole batches", WHOLE_BATCH_NOTE)
-        return chain([first], remaining)
+        return chain(begun, remaining)
 
     def _watch_shapes(self, rows: Any) -> None:
         """Note once that tensors of a share change their length, though a probe has not seen it."""

@@ -125,6 +125,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "padding in a worker": lambda: DataLoader(
         Texts(), 6, shuffle=True, collate_fn=pad, num_workers=1
     ),
+    "padding after a batch of one": lambda: DataLoader(
+        Texts(), batch_sampler=[[3], [4], [0, 1, 2, 3], [5, 6]], collate_fn=pad
+    ),
     "random masks": lambda: DataLoader(Texts(), 6, collate_fn=mask_at_random),
     "packing": lambda: DataLoader(Texts(), 6, collate_fn=pack),
     "samples left out": lambda: DataLoader(
