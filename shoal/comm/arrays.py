@@ -73,6 +73,11 @@ def all_reduce(value: Array, op: Any = None) -> Array:
         )
     if tensor.is_complex() and op in ("min", "max"):
         raise UsageError(f"shoal.all_reduce: complex numbers have no {op}. Reduce value.abs().")
+    if tensor.is_complex() and op == "product":
+        raise UsageError(
+            "shoal.all_reduce: no backend multiplies complex numbers. Multiply those of all ranks: "
+            "shoal.all_gather(value[None]).prod(0)."
+        )
     if tensor.dtype == torch.bool:
         raise UsageError("shoal.all_reduce: bool has no sum. Make it integers first.")
     axis = _axis("all_reduce")

@@ -108,6 +108,11 @@ def test_complex_numbers_have_no_order(op: str) -> None:
         shoal.all_reduce(torch.ones(2, dtype=torch.complex64), op=op)
 
 
+def test_a_product_of_complex_numbers_is_refused_with_the_cure() -> None:
+    with pytest.raises(UsageError, match=r"shoal\.all_gather\(value\[None\]\)\.prod\(0\)"):
+        shoal.all_reduce(torch.ones(2, dtype=torch.complex64), op="product")
+
+
 def test_ranks_that_have_not_met_are_told_to_call_init(monkeypatch: pytest.MonkeyPatch) -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29599"}).items():
