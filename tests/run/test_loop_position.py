@@ -72,6 +72,7 @@ def saves_on_rank_1(strategy: str) -> None:
     """Train by losses of the loop, of which rank 1 keeps the weights once."""
     run, model, optimizer, loader = prepared(strategy, 32)
     for step, (x, _) in enumerate(loader):
+        optimizer.zero_grad()
         run.backward(model(x).sin().mean())
         optimizer.step()
         if step == 2 and run.rank == 1:

@@ -22,6 +22,7 @@ def notes_before_training(strategy: str) -> list[str]:
     net, other = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), nn.Linear(1, 1)
     net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
     for _ in range(2):
+        optimizer.zero_grad()
         run.forward_backward(lambda x: net(x).square().mean(), run.share(torch.ones(4, 4)))
         optimizer.step()
     other.state_dict()

@@ -78,6 +78,7 @@ def loses_all(_: str) -> None:
         if step == 3 and run.rank == 0:
             fleet = part.remote_optimizer.launcher.pool
             os.kill(next(iter(fleet.servers)), signal.SIGKILL)
+        optimizer.zero_grad()
         run.forward_backward(
             supervised(F.cross_entropy, net), torch.ones(2, 20).double(), torch.tensor([1, 2])
         )
