@@ -103,6 +103,12 @@ class ShardedLoader(ABC):
         return self.batches_in(self.epoch)
 
     @property
+    def source(self) -> Any:
+        """Return what the script has prepared: a DataLoader, or another source of batches."""
+        loader = self.__dict__.get("_loader")
+        return self.dataset if loader is None else loader
+
+    @property
     def share(self) -> BatchShard | None:
         """Return the shard that was yielded last; None before the first."""
         return self.yielded.last

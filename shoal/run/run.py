@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.data.sharded_loader import ShardedLoader
 from shoal.data.tree_map import to_device, tree_map
 from shoal.errors import ShoalError, UsageError
 from shoal.run import checks
@@ -412,6 +413,7 @@ class Run(StatefulRun):
     def _evaluation(self, loader: Any, models: tuple[nn.Module, ...]) -> OneEvaluation:
         local_model = self._local_model() if self._prepared.models else None
         models = (*self._prepared.models, *models)
+        loader = loader.source if isinstance(loader, ShardedLoader) else loader  # has all samples
         return OneEvaluation(self.mesh.data, loader, models, self.to_device, local_model)
 
     def ema(self, decay: float) -> Ema:

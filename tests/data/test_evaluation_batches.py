@@ -82,7 +82,8 @@ def evaluated() -> list[dict[str, float]]:
     def sums(x: Tensor) -> dict[str, Tensor]:
         return {"sine": (x * 0.1).double().sin().sum()}
 
-    return [run.evaluate(sums, loader) for loader in loaders().values()]
+    sources = loaders().values()
+    return [run.evaluate(sums, each) for each in (*sources, *map(run.prepare, sources))]
 
 
 def test_sums_are_the_same_to_the_last_bit_for_every_kind_of_loader() -> None:
