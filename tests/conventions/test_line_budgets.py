@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_680,
     "shoal/cli": 2_790,
-    "shoal/comm": 2_890,
+    "shoal/comm": 2_900,
     "shoal/config": 1_800,
     "shoal/costs": 2_060,
-    "shoal/data": 3_230,
+    "shoal/data": 3_270,
     "shoal/doctor": 500,
     "shoal/integrations": 860,
     "shoal/launch": 5_540,
@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_820,
     "shoal/platform": 2_080,
     "shoal/plotting": 460,
-    "shoal/run": 9_680,
+    "shoal/run": 9_710,
     "shoal/shm_backend": 2_600,
     "shoal/strategies": 15_780,
     "shoal/testing": 240,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_560,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 70_670,
+    "tests": 70_800,
     "benchmarks": 8_670,
 }
 SLACK = 0.03
