@@ -391,9 +391,15 @@ def doubt(parts: Sequence[LossPart]) -> str:
     if unseen := [one.operation for part in parts for one in part.divisors if not one.is_seen]:
         return f"it does not look into {unseen[0]}"
     terms = [len(part.divisors) for part in parts]
+    kinds = {tuple(one.operation for one in part.divisors) for part in parts}
+    if len({*map(len, kinds)}) < len(kinds):  # as many, but others
+        words = (dict.fromkeys(one.operation for one in part.divisors) for part in parts)
+        told = ", ".join(
+            f"{part.place} {'+'.join(w)}" for part, w in zip(parts, words, strict=True)
+        )
+        return f"ranks add up other terms, {told}"
     if not terms or _are_equal([n / part.rows for n, part in zip(terms, parts, strict=True)]):
         return ""  # perhaps one term for each sample
-    kinds = {tuple(one.operation for one in part.divisors) for part in parts}
     told = ", ".join(f"{part.place} of {n}" for n, part in zip(terms, parts, strict=True))
     return f"ranks add up other terms, {told}" if len(kinds) > 1 else ""
 

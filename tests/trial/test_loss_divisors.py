@@ -333,6 +333,15 @@ def test_what_a_graph_does_not_tell_is_a_doubt() -> None:
     assert doubt(parts) == "ranks add up other terms, rank 1 of 5, rank 2 of 6"
 
 
+def test_a_loss_of_chosen_samples_or_of_none_is_a_doubt() -> None:
+    def of_chosen(s: Tensor, t: Tensor) -> Tensor:
+        chosen = t[:, 1] < 0  # only in part 1
+        return s[chosen].square().mean() if chosen.any() else s.sum() * 0
+
+    parts = [part(of_chosen, number) for number in (1, 2)]
+    assert doubt(parts) == "ranks add up other terms, rank 1 mean, rank 2 sum"
+
+
 def test_means_and_terms_of_each_sample_are_no_doubt() -> None:
     for loss in MEANS.values():
         assert doubt([part(loss, 1), part(loss, 2), part(loss, 2, rows=5)]) == ""
