@@ -156,6 +156,8 @@ def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> 
             of_models = is_product or any(node in outputs for node in used)
             if not way.operation and of_models and node not in outputs:
                 way = way._replace(operation=_kind(node), is_seen=_kind(node) in PRODUCTS)
+            if saved_value(node, "reduce") == "mean":  # scatter_reduce: of each group of samples
+                way = way._replace(operation=_kind(node), is_seen=False)
             if way.operation:
                 found.append(way if of_models else way._replace(adds=False, elements=0))
     return found

@@ -329,6 +329,13 @@ def test_what_a_graph_does_not_tell_is_a_doubt() -> None:
 
     unseen = doubt([part(own, 1), part(own, 2)])
     assert unseen == "it does not look into MaskedMean"
+
+    def of_groups(s: Tensor, t: Tensor) -> Tensor:
+        groups = t[:, 0].clamp(min=0)
+        return torch.zeros(CLASSES).scatter_reduce(0, groups, s[:, 0, 0], "mean").mean()
+
+    unseen = doubt([part(of_groups, 1), part(of_groups, 2)])
+    assert unseen == "it does not look into ScatterReduce"
     parts = [part(lambda s, t: chosen(s, t).mean(), number) for number in (1, 2)]
     assert doubt(parts) == "ranks add up other terms, rank 1 of 5, rank 2 of 6"
 
