@@ -20,6 +20,8 @@ from shoal.strategies.base import LocalModel
 from shoal.strategies.grad_checks import is_of_script
 from shoal.trial.child_process import computed_in_child
 
+SCALES = (1e-3, 1e-2, 1.0, 1e2, 1e3)
+"""Sizes of gradients that hooks are tried on: a bound may be far above most of them, or below."""
 NamedHook = tuple[str, Callable[[Tensor], Tensor | None], Tensor]
 """A hook of the script, after the name of its parameter and before the parameter."""
 CURE = (
@@ -97,8 +99,12 @@ def _sums(hooks: Sequence[NamedHook], factors: tuple[float, float]) -> list[Tens
     for _, hook, parameter in hooks:
         generator = torch.Generator().manual_seed(0)
         draw = partial(torch.randn, parameter.shape, generator=generator, dtype=torch.float64)
-        gradient = (factors[0] * draw() + factors[1] * draw()).to(parameter)
-        changed = hook(gradient)
-        made = (gradient if changed is None else changed).detach().double().cpu()
-        found.append(torch.stack([(made * draw()).sum() for _ in range(4)]))
+        gradient = factors[0] * draw() + factors[1] * draw()
+        made = [_made(hook, (scale * gradient).to(parameter)) / scale for scale in SCALES]
+        found.append(torch.stack([(m * draw()).sum() for m in made for _ in range(4)]))
     return found
+
+
+def _made(hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor:
+    changed = hook(gradient)
+    return (gradient if changed is None else changed).detach().double().cpu()

@@ -62,6 +62,8 @@ def test_hooks_that_act_on_each_row_alike_are_exact(strategy: str) -> None:
 
 HOOKS: dict[str, Callable[[nn.Linear], Any]] = {
     "clamp": lambda layer: layer.weight.register_hook(lambda g: g.clamp(-0.01, 0.01)),
+    "high bound": lambda layer: layer.weight.register_hook(lambda g: g.clamp(-50, 50)),
+    "threshold": lambda layer: layer.weight.register_hook(lambda g: g * (g.abs() > 0.01)),
     "accumulated": lambda layer: layer.weight.register_post_accumulate_grad_hook(halve),
     "mask": lambda layer: layer.weight.register_hook(lambda g: g * 0.5),
 }
@@ -85,6 +87,8 @@ def refusal(strategy: str, kind: str, when: str) -> str:
 def test_hooks_that_need_the_gradient_of_the_whole_batch_are_refused_with_the_cure() -> None:
     cases = [
         ("ddp", "clamp", "after"),
+        ("ddp", "high bound", "after"),
+        ("ddp", "threshold", "after"),
         ("ddp", "accumulated", "before"),
         ("zero3", "mask", "before"),
         ("zero3", "mask", "after"),
