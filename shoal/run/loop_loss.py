@@ -268,7 +268,7 @@ class LoopLoss:
         loss = batch.step.compute_loss()
         self._graph_check.compare(loss, batch.num_samples, samples, [*tensors_in(inputs)])
         self._watch_below(self._graph_check.is_due())
-        prepared.watch.judge_loss(inputs)
+        prepared.watch.judge_loss(inputs, loss)
 
     def take_first_calls(self) -> list[ModelCall] | None:
         """Return the calls of models behind one of the run's first losses; None for a later loss.

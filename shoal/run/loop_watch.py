@@ -28,6 +28,8 @@ from shoal.data.tree_map import row_tensors, tensors_in
 from shoal.errors import UsageError
 from shoal.platform.script_line import caller, script_frame
 from shoal.strategies.base import LocalBatch
+from shoal.strategies.loss_terms import Counted
+from shoal.trial.loss_graph import takes_pairs
 from shoal.trial.mixed_rows import lie_in_order, mixes_rows
 from shoal.trial.reached import tensors_of
 from shoal.trial.replaced_rows import ReplacedRows
@@ -154,14 +156,15 @@ class LoopWatch(YieldWatch):
         self.note_host_draws(batch.num_samples)
         self._agree(MIXED.format(call="forward_backward", place="") if is_mixed else "")
 
-    def judge_loss(self, calls: Sequence[tuple[Any, ...]]) -> None:
+    def judge_loss(self, calls: Sequence[tuple[Any, ...]], loss: Tensor | Counted) -> None:
         """Raise UsageError on all ranks if a rank has mixed samples for its loss. Collective.
 
         Args: calls: inputs of the models.
         """
         if not self._comes_due():
             return
-        place = self._rows.mixed_place
+        taken = (line for line, pairs in self._rows.pairs if takes_pairs(loss, pairs))
+        place = self._rows.mixed_place or next(taken, "")
         is_mixed = bool(place) or any(self._mixes(tensors_in(inputs)) for inputs in calls)
         where = f" ({place})" if place else ""
         self._agree(MIXED.format(call="backward", place=where) if is_mixed else "")

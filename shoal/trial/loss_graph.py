@@ -83,6 +83,22 @@ def couples_samples(
         return False  # without a second derivative, or the graph was freed
 
 
+def takes_pairs(loss: Tensor | Counted, pairs: Tensor) -> bool:
+    """Return True if a loss takes numbers that are of two samples each.
+
+    Args: pairs: (samples, samples, ...), of one sample on the diagonal.
+    """
+    values = [loss] if isinstance(loss, Tensor) else [term.value for term in loss.terms]
+    if not pairs.requires_grad:
+        return False
+    with suppress(RuntimeError), without_hooks([pairs]):  # of no graph, or of one that was freed
+        (gradient,) = torch.autograd.grad(values, pairs, retain_graph=True, allow_unused=True)
+        if gradient is not None:
+            of_two = ~torch.eye(len(pairs), dtype=torch.bool, device=pairs.device)
+            return bool(gradient[of_two].any())
+    return False
+
+
 def _is_looked_at(output: Tensor, samples: int) -> bool:
     """Return True for plain rows; not for those that would add a gradient of now to `.grad`."""
     is_plain = type(output) is Tensor and output.dim() > 0 and len(output) > 0

@@ -52,6 +52,8 @@ MOST_BYTES = 1 << 30
 """Memory of the copies on a CPU; on a GPU a quarter of what is free."""
 MOST_TABLES = 64
 """Constants of a loss that are compared."""
+MOST_PAIRS = 4
+"""Matrices of pairs of samples that are held until the loss comes."""
 _HIDDEN_WRITES = "batch_norm"
 """Operators that write into their arguments, and whose schemas do not say so."""
 
@@ -79,6 +81,8 @@ class ReplacedRows(DispatchMode):
             which mix samples, or that selects samples by these; "" if none was seen.
         tables: (place, digest) of other constants that a loss takes, such as a bank of features or
             the share of each class in the batch.
+        pairs: (place, numbers of pairs) where samples were compared with one another, such as
+            `output @ targets.T`: (samples, samples, ...).
         answers: place -> each bool that the script read there from a tensor: for its own rows, and
             with replaced rows.
     """
@@ -152,6 +156,7 @@ class ReplacedRows(DispatchMode):
         self.of_loss = False
         self.answers: dict[str, list[tuple[bool, bool]]] = {}
         self.tables: list[tuple[str, int]] = []
+        self.pairs: list[tuple[str, Tensor]] = []
         self._known: dict[int, _Memory] = {}
         # A number that the script has read -> the number of the copy with replaced rows.
         self._numbers: dict[float, float] = {}
@@ -160,6 +165,7 @@ class ReplacedRows(DispatchMode):
     def end_step(self) -> None:
         """Count tensors of the batches until now as constants: a queue of features is one."""
         self._earlier = {id(m.replaced_rows): m.replaced_rows for m in self._known.values()}
+        self.pairs = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -188,7 +194,10 @@ class ReplacedRows(DispatchMode):
         if not self._can_follow(func, given, [memory.replaced_rows for _, memory in known], rows):
             self._drop(given)
             return func(*args, **kwargs)
-        return self._follow(func, args, kwargs, rows)
+        output = self._follow(func, args, kwargs, rows)
+        if self.of_loss and torch.is_grad_enabled():
+            self._look_at_pairs(output, rows, frame)
+        return output
 
     def _can_follow(
         self, func: Any, given: list[Tensor], known: list[Tensor], rows: Tensor
@@ -289,6 +298,15 @@ class ReplacedRows(DispatchMode):
         is_of_some &= copies[0].shape == copies[1].shape  # not those that a mask chooses
         if is_of_some and args[0].requires_grad and not torch.equal(copies[0], copies[1]):
             self.mixed_place = self.mixed_place or calling_line(frame) or "the loss"
+
+    def _look_at_pairs(self, output: Any, rows: Tensor, frame: FrameType) -> None:
+        """Hold numbers of which each is of two samples."""
+        copies = self.copies_of(output) if isinstance(output, Tensor) else None
+        if copies is None or len(self.pairs) == MOST_PAIRS:
+            return
+        is_square = output.shape[:2] == (len(rows), len(rows))
+        if is_square and mixes_rows([copies[0]], [copies[1]], rows):
+            self.pairs.append((calling_line(frame) or "the loss", output))
 
     def _has_rows(self, matrix: Tensor) -> bool:
         """Return True for a matrix with a sample in each row, so not in those of its factor."""

@@ -272,7 +272,18 @@ def of_the_hardest_by_number(run: shoal.Run, scores: Tensor, y: Tensor) -> Tenso
     return losses[order[:4]].mean()
 
 
+def against_the_targets_of_others(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    targets = F.one_hot(y, 3).double() + torch.arange(3)
+    return F.cross_entropy(scores @ targets.T, torch.arange(len(scores)))
+
+
+def to_the_nearest_target(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    return torch.cdist(scores, F.one_hot(y, 3).double()).amin(1).mean()
+
+
 MIXING_LOSSES: list[LossOfLoop] = [
+    against_the_targets_of_others,
+    to_the_nearest_target,
     of_the_hardest_by_number,
     sharpened_over_the_batch,
     weighted_by_the_counts_of_a_batch,
@@ -313,7 +324,21 @@ def sharpened_over_all(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
     return F.kl_div(q.log(), (target / target.sum(1, keepdim=True)).detach(), reduction="batchmean")
 
 
+def against_the_targets_of_all(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    targets = run.gather(F.one_hot(y, 3).double() + torch.arange(3))
+    return F.cross_entropy(scores @ targets.T, torch.arange(len(targets))[run.rows])
+
+
+def with_its_own_target_among_pairs(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    """Compare all samples too, for a figure that is printed."""
+    likeness = scores @ F.one_hot(y, 3).double().T
+    assert likeness.softmax(1).amax() <= 1
+    return -likeness.diagonal().mean()
+
+
 OTHER_LOSSES: list[LossOfLoop] = [
+    against_the_targets_of_all,
+    with_its_own_target_among_pairs,
     focal,
     weighted_by_a_table,
     of_chosen_rows,
