@@ -257,13 +257,13 @@ class ReplacedRows(DispatchMode):
         for argument, value in zip(schema_of(func).arguments, args, strict=False):
             is_of_classes = argument.name in ("weight", "pos_weight")
             is_factor = argument.name == "mat2" and self._has_rows(args[-2])
-            for tensor in filter(_is_constant, _tensors(value)):
+            for tensor in (t for t in _tensors(value) if _is_constant(t, func)):
                 copies = self.copies_of(tensor)
                 is_of_batch = copies is not None and id(copies[2]) not in self._earlier
                 if copies and is_of_batch and _is_mixed(*copies, is_of_classes, beside):
                     self.mixed_place = self.mixed_place or calling_line(frame) or "the loss"
                 elif has_tables and self._is_table(tensor, rows, is_factor):
-                    self._note_table(tensor, frame)
+                    self._note_table(tensor.double() if _is_count(tensor) else tensor, frame)
 
     def _is_table(self, tensor: Tensor, rows: Tensor, is_factor: bool) -> bool:
         """Return True for numbers that are those of no sample: statistics of the batch, or several
@@ -445,10 +445,17 @@ def _selects_rows(func: Any, args: Any, samples: int) -> bool:
     return len(args[0]) == samples and not is_order
 
 
-def _is_constant(tensor: Tensor) -> bool:
-    """Return True for numbers without a gradient, or a mask."""
+def _is_constant(tensor: Tensor, func: Any) -> bool:
+    """Return True for numbers without a gradient, a mask, or counts that divide numbers."""
     is_value = tensor.is_floating_point() or tensor.dtype == torch.bool
+    is_value |= func.overloadpacket.__name__ in ("div", "mul") and _is_count(tensor)
     return is_value and not tensor.requires_grad
+
+
+def _is_count(tensor: Tensor) -> bool:
+    """Return True for several whole numbers."""
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return is_whole and tensor.dtype != torch.bool and tensor.dim() > 0
 
 
 def _is_mixed(

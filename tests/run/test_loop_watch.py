@@ -576,6 +576,13 @@ def share_of_each_class(
     return F.cross_entropy(scores + share.clamp(min=1e-3).log(), y)
 
 
+def count_of_each_class(
+    run: shoal.Run, scores: Tensor, y: Tensor, kept: dict[str, Tensor]
+) -> Tensor:
+    sums = torch.zeros(7).double().index_add(0, y, F.cross_entropy(scores, y, reduction="none"))
+    return (sums / torch.bincount(y, minlength=7).clamp(min=1)).mean()
+
+
 def inverse_of_a_sum(run: shoal.Run, scores: Tensor, y: Tensor, kept: dict[str, Tensor]) -> Tensor:
     weight = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)[y]
     losses = F.cross_entropy(scores, y, reduction="none")
@@ -630,6 +637,7 @@ def test_constants_of_a_loss_that_each_rank_has_of_its_own_samples_are_told() ->
         (queue_before_the_step, 6, "(3, 7)"),
         (queue_before_the_step, 8, "(3, 7)"),
         (share_of_each_class, 8, "(3,)"),
+        (count_of_each_class, 12, "(7,)"),
         (inverse_of_a_sum, 8, "()"),
         (history_of_each_sample, 8, "(99,)"),
     ]
