@@ -59,6 +59,10 @@ from shoal.strategies.grad_checks import accumulated_twice_error
 
 END_OF_STEP = 2**31
 """Number of the end of a forward pass. Greater than all numbers of runs."""
+LEFT_OUT = (
+    "A loop that leaves out a loss after the models were called calls run.backward(0 * loss) in "
+    "place of run.backward(loss), or the models under torch.no_grad(). "
+)
 TOKEN = "_shoal_token"
 """Keyword argument that takes the token through the engine's hooks. The module never sees it."""
 
@@ -225,12 +229,14 @@ class Lockstep:
             is_same = self.is_same_on_all_ranks(run)
         if not is_same:
             self._check_frozen()
+            first, *behind = *self.order, run
+            cure = LEFT_OUT if first in behind else ""
             raise StrategyRefused(
                 f"zero: {name or 'the end of the loss'} comes where other blocks of the model come "
                 "on another rank, or came in an earlier step of this function. All ranks must use "
-                "the same blocks in one order, whatever their samples are. Make the module that "
-                "chooses among blocks one unit, unit=CLASS; give each kind of step a function of "
-                "its own; or use ddp."
+                f"the same blocks in one order, whatever their samples are. {cure}Make the module "
+                "that chooses among blocks one unit, unit=CLASS; give each kind of step a function "
+                "of its own; or use ddp."
             )
         if self.position == 0:
             self.order = self.orders.get((*self._key, run), [])

@@ -187,6 +187,30 @@ def test_a_layer_that_is_unfrozen_in_the_loop_is_named() -> None:
         world.run(2, thawed_between_losses_of_the_loop)
 
 
+def losses_with_one_left_out(strategy: str, cure: bool) -> list[float]:
+    run, model, optimizer, batches = prepared(strategy, Later())
+    losses = []
+    for number, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x, 0), y)
+        if number == 0:
+            if cure:
+                run.backward(0 * loss)
+            continue
+        losses.append(float(run.backward(loss)))
+        optimizer.step()
+    return losses
+
+
+def test_a_loss_that_a_loop_leaves_out_is_refused_and_its_cure_is_exact() -> None:
+    with pytest.raises(LaunchError, match=r"calls run\.backward\(0 \* loss\) in place of"):
+        world.run(2, losses_with_one_left_out, "zero1", False)
+    (alone,) = world.run(1, losses_with_one_left_out, "single", True)
+    assert len(alone) > 1
+    for losses in world.run(2, losses_with_one_left_out, "zero1", True):
+        assert losses == pytest.approx(alone, abs=1e-12)
+
+
 def another_function_on_each_rank() -> None:
     run, model, _, batches = prepared("zero3", Later())
     x, y = next(iter(batches))
