@@ -49,6 +49,8 @@ from shoal.planner.operation_speeds import (
     in_steps,
     loss_of,
     measure_operations,
+    network,
+    nonnegative_least_squares,
     processor_clock,
     tiny_blocks,
     torch_phases,
@@ -65,7 +67,7 @@ STEPS_S = 0.6
 
 
 MOST_RANKS = 8
-"""Ranks that are measured at most. Blocks of `ENGINES` are enough for as many stages."""
+"""Ranks that are measured at most. Blocks of `PLAIN` are enough for as many stages."""
 
 
 def rank_counts(cores: int) -> list[int]:
@@ -105,8 +107,8 @@ def calibrate(announce: Callable[[str], None] = print) -> Machine:
     for few, many in reversed([*pairwise(compute)]):
         if few > 1:
             compute[few] = compute[few].or_faster(compute[many])
-        else:  # it has more threads; alone on its host it does around messages what two ranks do
-            compute[few] = replace(compute[few], overheads=compute[many].overheads)
+    for count in compute:
+        compute[count] = _with_overheads(count, compute)
     return replace(
         this,
         compute=compute,
@@ -114,6 +116,21 @@ def calibrate(announce: Callable[[str], None] = print) -> Machine:
         server_rate=_server_rate(compute),
         overlap_slowdown=overlap,
     )
+
+
+def _with_overheads(ranks: int, compute: Mapping[int, Compute]) -> Compute:
+    """Return the speeds of so many ranks, with the overheads of the next number that has some.
+
+    They are made of operations, which cost more in colder caches.
+    """
+    speeds = compute[ranks]
+    if speeds.overheads:
+        return speeds
+    measured = [count for count, each in compute.items() if each.overheads]
+    other = compute[min(measured, key=lambda count: abs(count - ranks))]
+    factor = max(speeds.forward_op_s / other.forward_op_s, 1.0)
+    overheads = {name: factor * seconds for name, seconds in other.overheads.items()}
+    return replace(speeds, overheads=overheads)
 
 
 def summary(machine: Machine) -> str:
@@ -172,18 +189,42 @@ def _measure_rank() -> dict[str, Any]:
 
 
 PLAIN: MakeStep = partial(tiny_blocks, 8)
-ENGINES: Mapping[tuple[str, ...], tuple[str, Sequence[MakeStep]]] = {
-    ("fsdp message", "fsdp tensor"): (
-        "zero3",
-        (partial(tiny_blocks, 8), partial(tiny_blocks, 8, layers=6)),
-    ),
-    ("pipeline pass", "pipeline unit"): (
-        "pipeline={ranks}",
-        (partial(tiny_blocks, 8), partial(tiny_blocks, 24)),
-    ),
-    ("tensor sum",): ("tensor={ranks}", (partial(tiny_blocks, 8, layers=2),)),
-}
-"""Names of `Compute.overheads`, as strategies' `cost` uses them -> steps that tell them apart."""
+Engine = tuple[str, tuple[str, ...], Sequence[MakeStep]]
+"""A strategy line, names of `Compute.overheads` that its `cost` uses, and steps that tell them."""
+
+
+def engines(ranks: int) -> list[Engine]:
+    """Return the strategies that do something around operations.
+
+    Around layers of eight numbers they find caches warm, around those of networks cold: both count.
+    """
+    layers = max(ranks, 4)  # into as many stages
+    networks = (
+        partial(network, "mlp", {"hidden": [192] * layers}, (48, 1, 12, 12)),
+        partial(network, "gpt", {"width": 128, "layers": layers, "heads": 8}, (4, 24)),
+    )
+    pairs = partial(tiny_blocks, 8, layers=2)
+    return [
+        (
+            "zero3",
+            ("fsdp message", "fsdp tensor"),
+            (PLAIN, partial(tiny_blocks, 8, layers=6), *networks),
+        ),
+        (
+            f"pipeline={ranks}",
+            ("pipeline pass", "pipeline unit"),
+            (PLAIN, partial(tiny_blocks, 24), *networks),
+        ),
+        (f"tensor={ranks}", ("tensor sum",), (pairs, *networks)),
+        ("recompute,ddp", ("recompute unit",), (PLAIN, *networks)),
+    ]
+
+
+def _steps_of(strategy: str, cases: Sequence[MakeStep]) -> list[float]:
+    """Return how many times as long each case's step takes as one of `REFERENCE` by torch.
+    Collective.
+    """
+    return [_step_of(strategy, case) for case in cases]
 
 
 def _step_of(strategy: str, case: MakeStep) -> float:
@@ -241,29 +282,38 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
         return planned_step(machine, 1, "single", case)(replace(speeds, step_s=0.0))
 
     reference_s = torch_s(REFERENCE)
-    took_s = _slowest(ranks, "ddp" if ranks > 1 else "single", PLAIN) * reference_s
-    speeds = replace(speeds, step_s=max(took_s - torch_s(PLAIN), 1e-5))
+    (steps,) = _slowest(ranks, "ddp" if ranks > 1 else "single", [PLAIN])
+    speeds = replace(speeds, step_s=max(steps * reference_s - torch_s(PLAIN), 1e-5))
+    return replace(speeds, overheads=_overheads(speeds, machine, ranks, reference_s))
+
+
+def _overheads(
+    speeds: Compute, machine: Machine, ranks: int, reference_s: float
+) -> dict[str, float]:
+    """Return what strategies do around operations, by the steps of `engines`.
+
+    Ranks that take turns on cores do as two ranks do, and in colder caches.
+    """
+    if ranks == 1 or ranks > max(machine.cores, 2):
+        return {}
     overheads: dict[str, float] = {}
-    for names, (line, cases) in ENGINES.items() if ranks > 1 else ():
-        strategy = line.format(ranks=ranks)
-        extra_s: list[float] = []
-        times: list[list[float]] = []
-        for case in cases:
-            # A world for each: passes of pipelines take longer after other steps in one.
-            took_s = _slowest(ranks, strategy, case) * reference_s
+    for strategy, names, cases in engines(ranks):
+        rows: list[list[float]] = []
+        targets: list[float] = []
+        for case, steps in zip(cases, _slowest(ranks, strategy, cases), strict=True):
             planned_s = planned_step(machine, ranks, strategy, case)
-            without_s = planned_s(speeds)
-            extra_s.append(took_s - without_s)
+            without_s, took_s = planned_s(speeds), steps * reference_s
             one_second = (planned_s(replace(speeds, overheads={name: 1.0})) for name in names)
-            times.append([seconds - without_s for seconds in one_second])
-        solved = torch.linalg.lstsq(torch.tensor(times), torch.tensor(extra_s)[:, None]).solution
-        overheads |= zip(names, solved.flatten().clamp(min=0.0).tolist(), strict=True)
-    return replace(speeds, overheads=overheads)
+            rows.append([(seconds - without_s) / took_s for seconds in one_second])
+            targets.append((took_s - without_s) / took_s)
+        overheads |= zip(names, nonnegative_least_squares(rows, targets), strict=True)
+    return overheads
 
 
-def _slowest(ranks: int, strategy: str, case: MakeStep) -> float:
-    """Return what `_step_of` does on the rank that takes longest."""
-    return max(world.run(ranks, _step_of, strategy, case, timeout_s=300.0))
+def _slowest(ranks: int, strategy: str, cases: Sequence[MakeStep]) -> list[float]:
+    """Return what `_steps_of` does on the rank that takes longest."""
+    steps = world.run(ranks, _steps_of, strategy, cases, timeout_s=300.0)
+    return [max(case) for case in zip(*steps, strict=True)]
 
 
 def _collective_point(kind: str, size_bytes: int, gloo: dist.ProcessGroup | None = None) -> Point:

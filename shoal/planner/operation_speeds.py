@@ -239,7 +239,8 @@ def in_steps(curves: Sequence[SpeedCurve], phases: Sequence[Sequence[float]]) ->
                 row[number] += op.number * (VIEW_SHARE if op.kind == "view" else 1.0)
                 row[3 + CURVES.get(op.kind, 2)] += hot.op_s(op, samples * (number < 2), 1.0, 0.0)
             rows.append([value / took_s for value in row])
-    forward_s, backward_s, step_s, *factors = _least_squares(rows)
+    ones = [1.0] * len(rows)
+    forward_s, backward_s, step_s, *factors = nonnegative_least_squares(rows, ones)
     matmul, conv, memory = (
         curve.scaled(1 / max(factor, LEAST_FACTOR))
         for curve, factor in zip(curves, factors, strict=True)
@@ -247,15 +248,18 @@ def in_steps(curves: Sequence[SpeedCurve], phases: Sequence[Sequence[float]]) ->
     return Compute(matmul, conv, memory, forward_s, backward_s, step_s, step_s=0.0)
 
 
-def _least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
-    """Return what is at least 0 and brings the product with each row closest to 1."""
+def nonnegative_least_squares(
+    rows: Sequence[Sequence[float]], targets: Sequence[float]
+) -> list[float]:
+    """Return what is at least 0 and brings the product with each row closest to its target."""
     table = torch.tensor(rows, dtype=torch.float64)
+    goals = torch.tensor(targets, dtype=torch.float64)[:, None]
     size = table.mean(0).clamp(min=1e-30)  # of columns: they have different units
     table, best = table / size, (math.inf, torch.zeros(len(size)))
     for chosen in itertools.product((False, True), repeat=len(size)):
         columns = table[:, torch.tensor(chosen)]
-        solved = torch.linalg.lstsq(columns, torch.ones(len(rows), 1).double()).solution
-        error = float((columns @ solved - 1).square().sum())
+        solved = torch.linalg.lstsq(columns, goals).solution
+        error = float((columns @ solved - goals).square().sum())
         if error < best[0] and bool((solved >= 0).all()):
             values = torch.zeros(len(size), dtype=torch.float64)
             values[torch.tensor(chosen)] = solved.flatten()

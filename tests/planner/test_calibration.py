@@ -27,11 +27,11 @@ def test_ranks_are_measured_up_to_twice_the_cores_and_eight() -> None:
 def test_a_calibration_has_all_that_a_plan_asks_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor = {("tensor sum",): calibration.ENGINES["tensor sum",]}
+    ((line, names, (case, *_)),) = (e for e in calibration.engines(2) if e[0] == "tensor=2")
     for name, value in (
         ("rank_counts", lambda cores: [2]),
         ("_measure_rank", measure_few_points),
-        ("ENGINES", tensor),
+        ("engines", lambda ranks: [(line, names, [case])]),
     ):
         monkeypatch.setattr(calibration, name, value)
     monkeypatch.setattr(operation_speeds, "NETWORKS", NETWORKS)

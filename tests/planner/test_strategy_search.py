@@ -13,7 +13,7 @@ from torch import nn
 from shoal.costs.cluster import Cluster, Host, Link, one_host
 from shoal.costs.machine import UNKNOWN_CPU
 from shoal.errors import ConfigError, StrategyRefused
-from shoal.planner.calibration import ENGINES, MOST_RANKS, planned_step
+from shoal.planner.calibration import MOST_RANKS, engines, planned_step
 from shoal.planner.operation_speeds import MakeStep
 from shoal.planner.plan_report import as_json, explain, report
 from shoal.planner.smallest_change import Command
@@ -120,16 +120,16 @@ def test_what_engines_do_around_operations_is_calibrated_by_its_name(workload: W
             messages = (m for s in step.segments for m in (*s.before_forward, *s.after_backward))
             used |= {name for m in messages for name, _ in m.around}
             used |= {name for name, _ in step.around_pass}
-    assert used == {name for names in ENGINES for name in names}
+    assert used == {name for _, names, _ in engines(4) for name in names}
 
 
 @pytest.mark.parametrize(
-    ("line", "case"), [(line, case) for line, cases in ENGINES.values() for case in cases]
+    ("line", "case"), [(line, case) for line, _, cases in engines(MOST_RANKS) for case in cases]
 )
 def test_the_blocks_that_calibrate_engines_can_be_divided_by_the_most_ranks(
     line: str, case: MakeStep
 ) -> None:
-    seconds = planned_step(UNKNOWN_CPU, MOST_RANKS, line.format(ranks=MOST_RANKS), case)
+    seconds = planned_step(UNKNOWN_CPU, MOST_RANKS, line, case)
     assert seconds(UNKNOWN_CPU.compute[1]) > 0
 
 

@@ -53,7 +53,7 @@ def cost(options: PipelineOptions, microbatches: int, step: StepCost) -> StepCos
         segments=tuple(_with_sends(_with_ties(step, segments, passes), crossing)),
         passes=passes,
         # Units of other stages are called too, and return absent tensors.
-        around_pass=(("pipeline pass", 1), ("pipeline unit", len(calls))),
+        around_pass=(*step.around_pass, ("pipeline pass", 1), ("pipeline unit", len(calls))),
     )
     ranks = range(options.ranks)
     shares = [sum(p.numel for p in step.parameters_of_rank(rank)) for rank in ranks]

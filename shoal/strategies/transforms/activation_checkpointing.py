@@ -61,7 +61,9 @@ class Recompute(RecomputeOptions, Strategy):
         ):
             group = [*run]
             segments += _segments_again(group) if name else group
-        return replace(step, segments=tuple(segments))
+        # torch's checkpoint enters a few contexts around each unit, in both passes.
+        around = "recompute unit", len(names) / len(step.segments_by_stage)
+        return replace(step, segments=tuple(segments), around_pass=(*step.around_pass, around))
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace the forward functions of units, in place.
