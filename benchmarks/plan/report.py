@@ -67,6 +67,7 @@ def _time(case: tuple[dict[str, Any], dict[str, Any]]) -> Compared | None:
 
     Measured is processor time: that of the slowest rank, or of all ranks over the cores that they
     share. Ranks of a pipeline are idle by design, so there the busy time of a rank is compared.
+    Ranks wait for servers, whose processor time is not theirs, so there it is the clock's.
     """
     prediction, found = case
     if "step_s" not in prediction or not _rounds(found, "ratio_sum") or prediction["ranks"] == 1:
@@ -78,13 +79,13 @@ def _time(case: tuple[dict[str, Any], dict[str, Any]]) -> Compared | None:
         prediction["reference_s"] * median(_rounds(found, name))
         for name in ("ratio_slowest", "ratio_sum")
     )
-    measured = slowest
+    clock = prediction["reference_s"] * median(_rounds(found, "ratio_wall"))
+    measured = max(slowest, shared / CORES)
     if prediction["strategy"].startswith("pipeline"):
         predicted *= 1 - prediction["idle"]
         measured = shared / prediction["ranks"]
-    else:
-        measured = max(measured, shared / CORES)
-    clock = prediction["reference_s"] * median(_rounds(found, "ratio_wall"))
+    elif prediction["strategy"].startswith("server"):
+        measured = clock
     ranked = prediction["latest_s"], clock
     return Compared(_label(prediction), prediction["model"], predicted, measured, *ranked)
 
