@@ -9,6 +9,7 @@ Forward hooks note the calls of models. They are removed if the run's first loss
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.tree_map import mark_sample_lists, tensors_in
-from shoal.errors import StrategyRefused, UsageError
+from shoal.errors import ShoalError, StrategyRefused, UsageError
+from shoal.launch.failure import explanations
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.run.batch_size import StepSizes
@@ -95,6 +97,12 @@ ROWS = (
     "({why}). Say it: run.backward(loss, rows=len(x)); for micro-batches there is "
     "run.microbatches(batch)."
 )
+OF_THIS_RANK = (
+    "shoal: this rank has {rows} samples, of {whole} in the batch. Code that knows the size of a "
+    "whole batch (a reshape, a target, a state for each sample) must take it from its tensors: "
+    "len(x)."
+)
+"""Note on an error that speaks of as many as a whole batch has."""
 UNKNOWN = (
     "run.microbatches: the batch comes from no prepared loader and no run.share, so no rank knows "
     "how many samples the others have. Use one of them, or run.forward_backward."
@@ -142,6 +150,16 @@ class LoopLoss:
             lambda: prepared.mesh.tensor.size == 1 and not prepared.local_model().is_divided,
         )
         self._phase.add_gradients = self._graph_check.add_gradients
+        explanations.append(self._explain_size)
+
+    def _explain_size(self, error: BaseException, _line: str) -> None:
+        """Add a note to an error of the loop that speaks of the size of a whole batch."""
+        share = self._prepared.watch.yielded
+        if share is None or isinstance(error, ShoalError) or hasattr(error, "__notes__"):
+            return
+        numbers = re.findall(r"\d+", str(error))
+        if 0 < share.rows < share.global_rows and str(share.global_rows) in numbers:
+            error.add_note(OF_THIS_RANK.format(rows=share.rows, whole=share.global_rows))
 
     def watch(self) -> None:
         """Note the calls of the prepared models from now on."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.errors import UsageError
+from shoal.errors import LaunchError, UsageError
 from shoal.testing import world
 from tests.harness.in_turn import in_turn
 
@@ -60,6 +60,19 @@ def test_an_error_of_code_that_knows_the_whole_batch_tells_how_many_samples_it_w
     for said, notes in world.run(2, words_of_recurrent):
         assert "invalid for input of size" in said
         assert any("its 4 samples (of 8 in the batch)" in note for note in notes)
+
+
+def loop_with_targets_of_the_whole_batch() -> None:
+    run = shoal.init("ddp", precision="fp64", announce=lambda _: None)
+    net = nn.Linear(6, 2).double()
+    net, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    x = run.share(ROWS)
+    run.backward(nn.functional.binary_cross_entropy_with_logits(net(x), torch.ones(8, 2).double()))
+
+
+def test_an_error_of_a_loop_that_speaks_of_the_whole_batch_tells_how_many_samples_it_has() -> None:
+    with pytest.raises(LaunchError, match="this rank has 4 samples, of 8 in the batch"):
+        world.run(2, loop_with_targets_of_the_whole_batch)
 
 
 def hardest_rows(strategy: str, accumulate: int) -> str:
