@@ -12,7 +12,7 @@ from shoal.costs import machine
 from shoal.costs.machine import Compute, flat, low_and_spread
 from shoal.planner import calibration, operation_speeds
 from shoal.planner.calibration import calibrate, rank_counts, summary
-from shoal.planner.operation_speeds import in_steps, traced
+from shoal.planner.operation_speeds import in_steps, nonnegative_least_squares, traced
 
 
 def test_ranks_are_measured_up_to_twice_the_cores_and_eight() -> None:
@@ -80,6 +80,31 @@ def test_fewer_ranks_are_not_slower_than_more() -> None:
     quiet = Compute(flat(8e10), flat(4e10), flat(2e10), 3e-5, 2e-5, 1e-5, step_s=1e-3)
     loud = replace(quiet.slower(1.6), matmul=flat(9e10))
     assert loud.or_faster(quiet) == replace(quiet, matmul=flat(9e10))
+
+
+def test_ranks_whose_engines_were_not_measured_have_overheads_by_the_cost_of_an_operation() -> None:
+    two = Compute(
+        flat(8e10), flat(4e10), flat(2e10), 3e-5, 2e-5, 1e-5, 1e-3, overheads={"tensor sum": 1e-3}
+    )
+    compute = {
+        1: replace(two, forward_op_s=2e-5, overheads={}),
+        2: two,
+        4: replace(two.slower(1.5), overheads={}),
+    }
+    found = {ranks: calibration._with_overheads(ranks, compute).overheads for ranks in compute}
+    assert found == {
+        1: {"tensor sum": pytest.approx(1e-3)},
+        2: {"tensor sum": pytest.approx(1e-3)},
+        4: {"tensor sum": pytest.approx(1.5e-3)},
+    }
+
+
+def test_what_engines_take_is_at_least_nothing() -> None:
+    rows = [[1.0, 2.0], [2.0, 1.0], [1.0, 1.0]]
+    exact = [3.0 * a + 0.5 * b for a, b in rows]
+    assert nonnegative_least_squares(rows, exact) == pytest.approx([3.0, 0.5])
+    first, second = nonnegative_least_squares(rows, [1.0, 2.5, 1.1])
+    assert (first > 1.0, second) == (True, 0.0)
 
 
 def test_a_low_sample_is_not_the_one_that_stolen_time_was_taken_off() -> None:
