@@ -24,9 +24,15 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(6)
         self.head = nn.Linear(6, 3)
         self.gain = 1.0
+        self.smoothness = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(self.inner(x) * self.gain))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        output = self(x)
+        neighbours = (output[1:] - output[:-1]).abs().mean()
+        return F.cross_entropy(output, y) + self.smoothness * neighbours
 
 
 def record(folder: Path, fault: Fault | None = None, early: Fault | None = None) -> Path:
@@ -42,7 +48,7 @@ def record(folder: Path, fault: Fault | None = None, early: Fault | None = None)
             if early is not None:
                 early(net, optimizer, step)
             optimizer.zero_grad(set_to_none=step != 3 or early is None)
-            F.cross_entropy(net(x), y).backward()
+            net.loss(x, y).backward()
             if fault is not None:
                 fault(net, optimizer, step)
             optimizer.step()
@@ -124,6 +130,16 @@ def test_gradients_that_hold_earlier_ones_are_wrong_from_the_last_layer_on(tmp_p
                 gradient(parameter).add_(earlier)
 
     assert compared(tmp_path, fault).cause.kind == "wrong gradient"
+
+
+def test_a_loss_that_is_wrong_by_no_weight_of_samples_takes_them_together(tmp_path: Path) -> None:
+    def early(net: Net, _: torch.optim.Optimizer, step: int) -> None:
+        net.smoothness = 0.1 if step == 2 else 0.0
+
+    report = compared(tmp_path, early=early)
+    assert report.first is not None
+    assert (report.first.phase, report.cause.kind) == ("loss", "loss")
+    assert "takes several samples together" in report.cause.sentence
 
 
 def test_a_wrong_output_names_the_first_module_in_the_order_of_execution(tmp_path: Path) -> None:

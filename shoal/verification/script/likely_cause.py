@@ -3,6 +3,7 @@
 all gradients one multiple               a scale: ranks, micro-batches, clipping
 gradients differ between ranks           a missing reduction
 rows of the outputs weighted otherwise   weights of samples: a mean of means
+loss wrong, outputs right, else          samples that the loss takes together
 one layer on, all before it wrong        that layer's backward pass
 gradients right, weights wrong           the update
 
@@ -27,6 +28,12 @@ SAME_SAMPLES = (
     "all ranks compute the same outputs of the same samples and send nothing on the way, so they "
     "take the step that one of them would take alone: give the loader a sampler that knows the "
     "rank, such as DistributedSampler."
+)
+
+SAMPLES_TOGETHER = (
+    "the outputs of all modules are right, and the loss of them is not, by no weight of samples: a "
+    "loss that takes several samples together (pairs, neighbours, statistics of the batch) has "
+    "those of one rank alone. Compute it from the samples of all ranks, which have to be gathered."
 )
 
 
@@ -64,7 +71,9 @@ def likely_cause(
                 "reported is not: it is computed or averaged over ranks in another way.",
             )
         case "loss" | "backward":
-            return _backward(first, gradients, step, ranks)
+            cause = _backward(first, gradients, step, ranks)
+            is_of_loss = first.phase == "loss" and cause.kind == "wrong gradient"
+            return ScriptCause("loss", SAMPLES_TOGETHER) if is_of_loss else cause
         case "update":
             return _update(first, _names_in("update", found), steps)
         case "files":
