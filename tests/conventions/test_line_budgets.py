@@ -33,10 +33,10 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trace": 720,
     "shoal/train": 3_280,
     "shoal/trial": 3_360,
-    "shoal/verification": 3_560,
+    "shoal/verification": 3_570,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 70_920,
+    "tests": 70_940,
     "benchmarks": 8_670,
 }
 SLACK = 0.03
