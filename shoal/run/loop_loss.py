@@ -12,7 +12,9 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.run.batch_size import StepSizes
 from shoal.run.first_step_notes import ScriptCollectives
 from shoal.run.guards.guarded_models import ModuleHook
+from shoal.run.loop_watch import LoopWatch
 from shoal.run.prepared import Prepared
 from shoal.run.step import batch_of_size
 from shoal.strategies import base
@@ -150,16 +153,7 @@ class LoopLoss:
             lambda: prepared.mesh.tensor.size == 1 and not prepared.local_model().is_divided,
         )
         self._phase.add_gradients = self._graph_check.add_gradients
-        explanations.append(self._explain_size)
-
-    def _explain_size(self, error: BaseException, _line: str) -> None:
-        """Add a note to an error of the loop that speaks of the size of a whole batch."""
-        share = self._prepared.watch.yielded
-        if share is None or isinstance(error, ShoalError) or hasattr(error, "__notes__"):
-            return
-        numbers = re.findall(r"\d+", str(error))
-        if 0 < share.rows < share.global_rows and str(share.global_rows) in numbers:
-            error.add_note(OF_THIS_RANK.format(rows=share.rows, whole=share.global_rows))
+        explanations.append(partial(_explain_size, ref(prepared.watch)))  # a run may end earlier
 
     def watch(self) -> None:
         """Note the calls of the prepared models from now on."""
@@ -482,3 +476,13 @@ def _in_float32(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < 4:
         return value.float()
     return value
+
+
+def _explain_size(watch: ref[LoopWatch], error: BaseException, _line: str) -> None:
+    """Add a note to an error of the loop that speaks of the size of a whole batch."""
+    share = None if (seen := watch()) is None else seen.yielded
+    if share is None or isinstance(error, ShoalError) or hasattr(error, "__notes__"):
+        return
+    numbers = re.findall(r"\d+", str(error))
+    if 0 < share.rows < share.global_rows and str(share.global_rows) in numbers:
+        error.add_note(OF_THIS_RANK.format(rows=share.rows, whole=share.global_rows))

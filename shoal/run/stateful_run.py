@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +42,9 @@ class StatefulRun:
     def __init__(self, prepared: Prepared) -> None:
         self.mesh = prepared.mesh
         self._prepared = prepared
-        self._calls = CollectiveCalls(prepared.mesh, self._steps_alone)
+        # The calls are known until the process ends, and keep no run of it alive.
+        alone = WeakMethod(self._steps_alone)
+        self._calls = CollectiveCalls(prepared.mesh, lambda: bool((ask := alone()) and ask()))
         self._script_log = ScriptLog(prepared.mesh, prepared.announce)
         self._ema: Ema | None = None
         prepared.guards.at = self._calls.during
