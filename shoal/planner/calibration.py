@@ -110,8 +110,7 @@ def calibrate(announce: Callable[[str], None] = print) -> Machine:
     for few, many in reversed([*pairwise(compute)]):
         if few > 1:
             compute[few] = compute[few].or_faster(compute[many])
-    for count in compute:
-        compute[count] = _with_overheads(count, compute)
+    compute = {count: _with_overheads(count, compute) for count in compute}
     return replace(
         this,
         compute=compute,
@@ -122,7 +121,7 @@ def calibrate(announce: Callable[[str], None] = print) -> Machine:
 
 
 def _with_overheads(ranks: int, compute: Mapping[int, Compute]) -> Compute:
-    """Return the speeds of so many ranks, with the overheads of the next number that has some.
+    """Return the speeds of so many ranks, with the overheads of the nearest number that has some.
 
     They are made of operations, which cost more in colder caches.
     """
