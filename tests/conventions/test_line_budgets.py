@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_880,
     "shoal/platform": 2_080,
     "shoal/plotting": 460,
-    "shoal/run": 9_740,
+    "shoal/run": 9_750,
     "shoal/shm_backend": 2_600,
     "shoal/strategies": 15_790,
     "shoal/testing": 240,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_570,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 70_940,
+    "tests": 70_970,
     "benchmarks": 8_670,
 }
 SLACK = 0.03
