@@ -319,12 +319,13 @@ class ClusterLauncher:
                 admin_client.write_address_file(directory, *self._public)
                 self._announced.append(directory / admin_client.ADDRESS_FILE)
 
-    def close(self) -> None:
-        """End the processes that this rank has started once all their workers have left, and what
-        starts them.
+    def close(self, limit_s: float | None = CLOSE_LIMIT_S) -> None:
+        """End the processes that this rank has started, and what starts them.
+
+        Args: limit_s: to wait until all their workers have left; None for no limit.
         """
         if self.pool is not None:
-            self.pool.close(CLOSE_LIMIT_S)
+            self.pool.close(limit_s)
             self.pool = None
         while self._announced:
             self._announced.pop().unlink(missing_ok=True)

@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/plotting": 460,
     "shoal/run": 9_750,
     "shoal/shm_backend": 2_600,
-    "shoal/strategies": 15_790,
+    "shoal/strategies": 15_810,
     "shoal/testing": 240,
     "shoal/trace": 720,
     "shoal/train": 3_280,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_570,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 70_970,
+    "tests": 70_990,
     "benchmarks": 8_670,
 }
 SLACK = 0.03

@@ -9,10 +9,12 @@ forward   of the next step: each unit waits for the values that it reads (`value
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.comm.compression import parse
-from shoal.comm.mesh import Mesh
+from shoal.comm.mesh import Mesh, register_cleanup
 from shoal.comm.norm import global_norm
 from shoal.errors import StrategyRefused, UsageError
 from shoal.parameter_server.events import StepRequest
@@ -92,7 +94,7 @@ class WorkerEngine(StrategyState):
         self.zeroed: Container[str] = ()
         self._without: list[str] = []
         self._settings: list[Settings] = []
-        self._is_connected = False
+        self._end: finalize[..., Any] | None = None
         self.launcher = ClusterLauncher(mesh)
         self.client: WorkerClient
         self.flat: FlatParams
@@ -213,7 +215,8 @@ class WorkerEngine(StrategyState):
         )
         self.flat = FlatParams(parameters, partition(metas, size_bytes))
         self.client = self._connect(self, recipe)
-        self._is_connected = True
+        self._end = finalize(self, _close_unused, self.client, self.launcher)
+        self._end.atexit = False
         self.pusher = GradientPusher(
             self.client, self.flat, self.compression, self.model.finite_check
         )
@@ -338,8 +341,7 @@ class WorkerEngine(StrategyState):
 
     def close(self) -> None:
         """Close connections, and stop the servers that this rank has started."""
-        if self._is_connected:
-            self._is_connected = False
+        if self._end is not None and self._end.detach():
             self.client.close()
         self.launcher.close()
 
@@ -349,6 +351,22 @@ class WorkerEngine(StrategyState):
                 f"{call}: with staleness={self.options.staleness} each push is a step of its own: "
                 "there is no gradient of all workers. Use staleness=0, or leave it out."
             )
+
+
+def _close_unused(client: WorkerClient, launcher: ClusterLauncher) -> None:
+    """Close what an engine has left that the garbage collector has found, as `close` does.
+
+    Ranks are collected at different times, and each waits for the others before it ends servers.
+    This may be any thread, one of the client included, so another one waits.
+    """
+
+    def leave() -> None:
+        client.close()
+        launcher.close(None)
+
+    for holder in (client, launcher):
+        register_cleanup(holder)  # the process may end before
+    threading.Thread(target=leave, name="leave servers", daemon=True).start()
 
 
 def _members(optimizer: Optimizer) -> list[list[int]]:
