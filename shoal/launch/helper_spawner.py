@@ -28,13 +28,13 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
 from shoal.errors import LaunchError
 from shoal.launch.failure import end_of_process, report_loss
 
 END = b""  # in the place of a pickled target
+LISTENER = b"L"  # goes with a listener's descriptor
 
 
 class HelperSpawner:
@@ -78,7 +78,8 @@ class HelperSpawner:
         with self._lock:
             try:
                 self._connection.send_bytes(payload)
-                send_handle(self._connection, listener.fileno(), self._pid)
+                with _as_socket(self._connection) as socket_:
+                    socket.send_fds(socket_, [LISTENER], [listener.fileno()])
             except OSError as error:
                 raise LaunchError(
                     f"the process that helpers are forked from has ended: {error}"
@@ -144,6 +145,15 @@ def _run_spawner(requests: Connection) -> NoReturn:
         os._exit(code)
 
 
+def _as_socket(connection: Connection) -> socket.socket:
+    """Return a socket on which descriptors go.
+
+    `send_handle` of multiprocessing waits for an answer from Python 3.14 on, which the thread that
+    receives events would take.
+    """
+    return socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
+
+
 def _close_other_fds(descriptor: int) -> None:
     """Close all connections and files except one.
 
@@ -162,8 +172,9 @@ def _start_helper(requests: Connection, helpers: dict[Any, BaseProcess]) -> bool
         payload = requests.recv_bytes()
         if payload == END:
             return False
-        descriptor = recv_handle(requests)
-    except (EOFError, ConnectionError):  # the rank has ended
+        with _as_socket(requests) as socket_:
+            _, (descriptor,), *_ = socket.recv_fds(socket_, len(LISTENER), 1)
+    except (EOFError, ConnectionError, ValueError):  # the rank has ended
         return False
     fork = multiprocessing.get_context("fork")
     helper = fork.Process(target=_run_helper, args=(requests, descriptor, payload))
