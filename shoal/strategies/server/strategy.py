@@ -18,9 +18,11 @@ al., OSDI 2020 (push in the order of the backward pass, pull in that of the forw
 from __future__ import annotations
 
 import sys
+import threading
 from collections import defaultdict
 from dataclasses import replace
 from typing import ClassVar
+from weakref import finalize
 
 import torch
 
@@ -28,7 +30,7 @@ from shoal.comm.mesh import Mesh, register_cleanup
 from shoal.costs.step_cost import SentMessage, StepCost
 from shoal.errors import StrategyRefused
 from shoal.parameter_server.cluster_config import ClusterConfig, ShardSettings
-from shoal.parameter_server.launcher import spans_machines
+from shoal.parameter_server.launcher import ClusterLauncher, spans_machines
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.partitioning import ParamMeta, assign, partition, partition_bytes
 from shoal.parameter_server.transport.key import MISSING_PACKAGE, can_encrypt
@@ -183,7 +185,7 @@ def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
     coordinator = engine.launcher.start(job)
     # Ranks whose pushes a step waits for, in the trace.
     ranks = range(engine.mesh.size) if engine.is_synchronous else ()
-    return connect_to_servers(
+    client = connect_to_servers(
         engine.mesh.rank,
         flat,
         coordinator,
@@ -193,3 +195,22 @@ def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
         recorder=engine.mesh.recorder,
         awaited=tuple(rank for rank in ranks if rank != engine.mesh.rank),
     )
+    engine.end = finalize(engine, _close_unused, client, engine.launcher)
+    engine.end.atexit = False
+    return client
+
+
+def _close_unused(client: WorkerClient, launcher: ClusterLauncher) -> None:
+    """Close what an engine has left that the garbage collector has found, as `close` does.
+
+    Ranks are collected at different times, and each waits for the others before it ends servers.
+    This may be any thread, one of the client included, so another one waits.
+    """
+
+    def leave() -> None:
+        client.close()
+        launcher.close(None)
+
+    for holder in (client, launcher):
+        register_cleanup(holder)  # the process may end before
+    threading.Thread(target=leave, name="leave servers", daemon=True).start()

@@ -9,7 +9,6 @@ forward   of the next step: each unit waits for the values that it reads (`value
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Container, Mapping
 from functools import wraps
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.comm.compression import parse
-from shoal.comm.mesh import Mesh, register_cleanup
+from shoal.comm.mesh import Mesh
 from shoal.comm.norm import global_norm
 from shoal.errors import StrategyRefused, UsageError
 from shoal.parameter_server.events import StepRequest
@@ -71,6 +70,7 @@ class WorkerEngine(StrategyState):
         has_pushed: gradients are with the servers, which wait for the step request.
         leaves_out: the gradients that were pushed are to be dropped, and no step be taken.
         has_other_weights: workers have stepped asynchronously since the last `synchronize`.
+        end: leaves the servers when the garbage collector finds this engine; None without servers.
 
     Raises: ConfigError: compress of an unknown kind.
     """
@@ -94,7 +94,7 @@ class WorkerEngine(StrategyState):
         self.zeroed: Container[str] = ()
         self._without: list[str] = []
         self._settings: list[Settings] = []
-        self._end: finalize[..., Any] | None = None
+        self.end: finalize[..., Any] | None = None
         self.launcher = ClusterLauncher(mesh)
         self.client: WorkerClient
         self.flat: FlatParams
@@ -215,8 +215,6 @@ class WorkerEngine(StrategyState):
         )
         self.flat = FlatParams(parameters, partition(metas, size_bytes))
         self.client = self._connect(self, recipe)
-        self._end = finalize(self, _close_unused, self.client, self.launcher)
-        self._end.atexit = False
         self.pusher = GradientPusher(
             self.client, self.flat, self.compression, self.model.finite_check
         )
@@ -341,7 +339,7 @@ class WorkerEngine(StrategyState):
 
     def close(self) -> None:
         """Close connections, and stop the servers that this rank has started."""
-        if self._end is not None and self._end.detach():
+        if self.end is not None and self.end.detach():
             self.client.close()
         self.launcher.close()
 
@@ -351,22 +349,6 @@ class WorkerEngine(StrategyState):
                 f"{call}: with staleness={self.options.staleness} each push is a step of its own: "
                 "there is no gradient of all workers. Use staleness=0, or leave it out."
             )
-
-
-def _close_unused(client: WorkerClient, launcher: ClusterLauncher) -> None:
-    """Close what an engine has left that the garbage collector has found, as `close` does.
-
-    Ranks are collected at different times, and each waits for the others before it ends servers.
-    This may be any thread, one of the client included, so another one waits.
-    """
-
-    def leave() -> None:
-        client.close()
-        launcher.close(None)
-
-    for holder in (client, launcher):
-        register_cleanup(holder)  # the process may end before
-    threading.Thread(target=leave, name="leave servers", daemon=True).start()
 
 
 def _members(optimizer: Optimizer) -> list[list[int]]:
