@@ -251,14 +251,15 @@ def test_data_that_is_split_already_is_refused() -> None:
         shard_batches(Split(), 0, 2, seed=0)
 
 
-def test_a_workers_own_init_function_sees_the_users_data_set() -> None:
-    def init(worker: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        assert info.id == worker
-        info.dataset.length = 10 * (worker + 1)
+def lengthen(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert info.id == worker
+    info.dataset.length = 10 * (worker + 1)
 
-    own = DataLoader(Stream(), 4, num_workers=2, worker_init_fn=init)
+
+def test_a_workers_own_init_function_sees_the_users_data_set() -> None:
+    own = DataLoader(Stream(), 4, num_workers=2, worker_init_fn=lengthen)
     assert rows(own) == [batch.tolist() for batch in own]
 
 

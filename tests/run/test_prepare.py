@@ -71,7 +71,7 @@ def test_a_weight_of_a_loss_that_is_in_no_model_is_told_where_to_go() -> None:
         quiet().prepare(model, torch.optim.SGD(weights, lr=0.1), loader)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
 def test_a_model_that_torch_jit_has_compiled_is_refused_with_the_cure() -> None:
     model = torch.jit.script(nn.Linear(4, 3))
     with pytest.raises(UsageError, match="Prepare the model itself"):

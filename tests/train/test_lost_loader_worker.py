@@ -18,7 +18,11 @@ from shoal.launch.failure import from_exception
 @pytest.fixture
 def worker() -> Iterator[int]:
     """The process of a data-loader worker."""
-    batches = iter(DataLoader(TensorDataset(torch.zeros(1000)), num_workers=1))
+    # A worker that another process has forked is no child, of whose end torch would hear at once.
+    loader = DataLoader(
+        TensorDataset(torch.zeros(1000)), num_workers=1, multiprocessing_context="fork"
+    )
+    batches = iter(loader)
     next(batches)
     pid = batches._workers[0].pid  # type: ignore[attr-defined]
     yield pid
