@@ -13,6 +13,9 @@ nn.init.normal_(weight, 0, 0.1) ranks with one seed would all get the same numbe
                                 for the whole weight and keeps its part: one device's numbers where
                                 the generator is in one state on all ranks, else with a note
 
+weight.data[:-1].div_(2)        torch gathers what cuts across shards, and would write into the copy
+                                alone: an error
+
 weight.data = weight.data / 2   torch would put the values beside the shard, which stays as it is:
                                 they are copied into it
 
@@ -40,6 +43,7 @@ from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.replaced_functions import answer_for_shards, watch_numbers
+from shoal.platform.torch_private.tensor_state import base, memory_of
 from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, ProcessWidePatch
 
 _IN_A_STEP = dict.fromkeys(
@@ -87,6 +91,8 @@ def guard_shards(guarded: GuardedModels, undo: ExitStack) -> None:
 def _install(patch: ProcessWidePatch) -> Callable[[], None]:
     def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
+        if args and _is_in_place(name) and _is_sliced_copy(args[0]):
+            raise _unreadable(name, patch.active)
         if name in FILLING_FUNCTIONS or getattr(func, "__module__", "") == nn.init.__name__:
             _note_draw(patch.active, kwargs)
             return _drawn(func, args, kwargs)
@@ -117,6 +123,12 @@ def _install(patch: ProcessWidePatch) -> Callable[[], None]:
 
 def _is_in_place(name: str) -> bool:
     return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_sliced_copy(value: Any) -> bool:
+    """Return True for a slice of a tensor of shards: gathered, so what it is given is lost."""
+    whole = base(value) if isinstance(value, DTensor) else None
+    return isinstance(whole, DTensor) and memory_of(whole.to_local()) != memory_of(value.to_local())
 
 
 def _note_draw(active: Sequence[GuardedModels], kwargs: Mapping[str, Any]) -> None:

@@ -179,3 +179,52 @@ def test_what_shards_cannot_take_is_refused_with_its_cure_and_training_goes_on(
         assert error.startswith("setitem() (test_shard_functions.py:")
         assert "by model.load_state_dict(weights)" in error
     assert ("run.ema(decay) in place of AveragedModel" in copied) == (strategy == "zero3")
+
+
+def scaled_rows(net: nn.Sequential) -> None:
+    net[0].weight.data[:-1].div_(2)
+
+
+def filled_row(net: nn.Sequential) -> None:
+    nn.init.zeros_(net[0].weight.data[7])
+
+
+def masked_gradient(net: nn.Sequential) -> None:
+    net[0].weight.grad.narrow(0, 3, 4).zero_()
+
+
+def kept_weights(net: nn.Sequential) -> None:
+    net[0].weight.data.t().mul_(2)
+    net[0].weight.data.chunk(2, dim=1)[1].zero_()
+
+
+def after_slices(strategy: str) -> tuple[list[str], dict[str, Tensor]]:
+    """Return what writes into slices raise, and the weights after those that are taken."""
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    net, _ = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    run.forward_backward(lambda x: net(x).square().mean(), run.share(torch.ones(4, 4).double()))
+    errors = []
+    for act in (scaled_rows, filled_row, masked_gradient):
+        try:
+            act(net)
+        except UsageError as error:
+            errors.append(str(error))
+    weights = run.weights()
+    weights["0.weight"][:-1].div_(2)  # the cure
+    net.load_state_dict(weights)
+    kept_weights(net)
+    return errors, run.weights()
+
+
+def test_a_write_into_a_slice_that_is_a_copy_is_refused_and_others_reach_the_shards() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    scaled_rows(net)
+    kept_weights(net)
+    for results in world.run(2, in_turn, after_slices, ("zero1",), ("zero3",)):
+        for errors, weights in results:
+            assert len(errors) == 3
+            assert all("by model.load_state_dict(weights)" in error for error in errors)
+            torch.testing.assert_close(weights, dict(net.state_dict()), rtol=1e-10, atol=1e-12)
