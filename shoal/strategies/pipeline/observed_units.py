@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shoal.comm.tensor_digest import tensor_digest
 from shoal.data.seeds import preserve_rng_state
 from shoal.errors import did_you_mean
 from shoal.platform.autograd_graph import nodes_behind
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
+from shoal.platform.torch_private.subclasses import is_fake
 from shoal.strategies.full_model import enclosing
+from shoal.strategies.grad_checks import read
 from shoal.strategies.module_snapshot import ModelSnapshot
 from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.absent import (
@@ -252,6 +255,7 @@ def observe_named(units: Units, function: Callable[[], Any]) -> UnitProfile:
 def observed_run(units: Units, function: Callable[[], Any], timed: bool = False) -> UnitProfile:
     """Run the function with all units. The model and the random numbers stay as they were."""
     saved = ModelSnapshot(units.model)
+    weights = _weight_digests(units.model)
     profile = UnitProfile(units, timed)
     try:
         with (
@@ -265,7 +269,22 @@ def observed_run(units: Units, function: Callable[[], Any], timed: bool = False)
         profile.mutated_buffers = saved.mutated()
     finally:
         saved.restore()
+    for name, digest in _weight_digests(units.model).items():
+        if digest != weights[name]:
+            raise WalkRefusal(
+                f"pipeline: compute_loss, or a forward pass, writes into {name}. One device writes "
+                "once in a step; here each micro-batch would, on one of the ranks that hold it. "
+                "Compute with another value, such as F.linear(x, self.weight.sign()), write "
+                "weights between steps, or use ddp."
+            )
     return profile
+
+
+def _weight_digests(model: nn.Module) -> dict[str, complex]:
+    """Return a digest of each parameter that has values, by its name."""
+    with_values = {n: p for n, p in model.named_parameters() if not (p.is_meta or is_fake(p))}
+    digests = read([*map(tensor_digest, with_values.values())])
+    return dict(zip(with_values, digests, strict=True))
 
 
 def open_places(profile: UnitProfile, options: PipelineOptions) -> list[int]:

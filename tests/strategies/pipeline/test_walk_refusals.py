@@ -110,6 +110,12 @@ def reverses_gradients(h: nn.ModuleList, x: Tensor) -> Tensor:
     return h[2](x) + h[3](reverse(x))
 
 
+def normalises_a_weight(h: nn.ModuleList, x: Tensor) -> Tensor:
+    weight = h[0][0].weight.data
+    weight[:-1].div_(weight[:-1].norm(dim=1, keepdim=True))
+    return in_a_row(h, x) + h[0](x)
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     ("function", "message"),
@@ -120,6 +126,7 @@ def reverses_gradients(h: nn.ModuleList, x: Tensor) -> Tensor:
         (catches_everything, "it catches BaseException, by which a stage ends"),
         (checkpoints_with_reentry, "use use_reentrant=False"),
         (reverses_gradients, "Call it inside a block that has parameters"),
+        (normalises_a_weight, "compute_loss, or a forward pass, writes into h.0.0.weight"),
     ],
 )
 def test_the_reason_is_told(function: Forward, message: str) -> None:
