@@ -229,7 +229,7 @@ class StepTrials:
                 elif isinstance(value, Tensor) and not value.is_floating_point():
                     if value.numel() == 1:
                         numbers[name] = repr(value)
-                elif type(value) is Tensor and key not in buffers and not value.is_meta:
+                elif type(value) is Tensor and key not in buffers and _has_plain_memory(value):
                     kept[name] = int(tensor_digest(value.detach()))
         return numbers, kept
 
@@ -350,8 +350,7 @@ class StepTrials:
             return batch
         tensors = [*batch.args, *batch.kwargs.values()]
         can_join = are_tensors(tensors) and all(
-            t.layout is torch.strided and not t.is_nested and t.shape[:1] in ((rows,), (1,))
-            for t in tensors
+            _has_plain_memory(t) and t.shape[:1] in ((rows,), (1,)) for t in tensors
         )
         few, cannot, total = data.sum_of_host_numbers([rows < 2, not can_join, rows])
         if not few or cannot or total < 2:
@@ -389,6 +388,10 @@ def is_divided(model: LocalModel) -> bool:
         isinstance(module, BatchNormBase) and module.running_mean is None
         for module in model.module.modules()
     )
+
+
+def _has_plain_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
 def _grad_version(tensor: Tensor) -> tuple[int, int] | None:

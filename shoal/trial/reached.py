@@ -208,6 +208,7 @@ def _is_constant(tensor: Tensor) -> bool:
         and not tensor.is_complex()
         and not tensor.requires_grad
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and tensor.device.type != "meta"
         and 0 < tensor.numel() <= LARGEST_TABLE
     )

@@ -342,6 +342,7 @@ class Recurrent(nn.Module):
         super().__init__()
         self.layers = net()
         self.kept: Tensor | None = None
+        self.graph = torch.eye(6).to_sparse()  # has no digest
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.layers(x)
@@ -357,7 +358,8 @@ def handed_on(strategy: str, accumulate: int, in_model: bool) -> list[str]:
     model: nn.Module = Recurrent() if in_model else net()
     x = run.share(torch.randn(16, 6, generator=torch.Generator().manual_seed(0)).double())
     model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    state: dict[str, Tensor] = {}
+    bags = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])  # has no sizes
+    state: dict[str, Tensor] = {"bags": bags}
 
     def loss(x: Tensor) -> Tensor:
         found: Tensor = model(x)
