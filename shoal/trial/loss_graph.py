@@ -390,11 +390,11 @@ class LossGraphCheck:
 
     def _note_lengths(self, told: Sequence[Any]) -> None:
         """Note outputs as long as a rank's own samples. Args: told: lengths of inputs, outputs."""
+        (first_given, first), *_ = told
         for rank, (given, returned) in enumerate(told):
-            if given == told[0][0] and returned != told[0][1]:
-                pairs = zip(told[0][1], returned, strict=False)
-                one, other = next((pair for pair in pairs if pair[0] != pair[1]), ([], []))
-                self._note(LENGTHS, own=one, other=other, rank=rank)
+            pairs = [pair for pair in zip(first, returned, strict=False) if pair[0] != pair[1]]
+            if given == first_given and len(returned) == len(first) and pairs:
+                self._note(LENGTHS, own=pairs[0][0], other=pairs[0][1], rank=rank)
                 return
 
     def is_due(self) -> bool:

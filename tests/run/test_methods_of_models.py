@@ -241,3 +241,20 @@ def test_outputs_that_are_as_long_as_a_ranks_own_samples_get_a_note() -> None:
     (noted,), none = world.run(2, in_turn, lengths_of_packed, (False,), (True,))[0]
     assert "[2, 4] on rank 0, [4, 4] on rank 1" in noted
     assert none == []
+
+
+def lengths_of_uneven_shares() -> list[str]:
+    """Train on shares of 4 and 3 samples: 4 is also the width of an output that has 2 rows each."""
+    notes: list[str] = []
+    run = shoal.init("ddp", announce=notes.append)
+    model = nn.Linear(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(7, 2, 5)), batch_size=7)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for (x,) in loader:
+        run.backward(model(x.flatten(0, 1)).square().mean(), rows=len(x))
+    return [note for note in notes if "return other lengths on other ranks" in note]
+
+
+def test_a_width_that_is_one_ranks_number_of_samples_gets_no_note_on_lengths() -> None:
+    assert world.run(2, lengths_of_uneven_shares) == [[], []]
