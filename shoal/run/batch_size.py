@@ -271,7 +271,7 @@ class BatchSizes:
                     f"forward_backward was given tensors of batches of {sizes} samples at once. "
                     "Give it one. Two calls before optimizer.step() add up their gradients: "
                     "run.forward_backward(loss_of_one, *one), then run.forward_backward("
-                    "loss_of_other, *other)."
+                    "loss_of_other, *other). Servers take one call for a step: use ddp there."
                 )
             share, is_certain = (known[0], True) if known else (last, False)
         # A share without samples has one stand-in sample. Lists with an entry for each sample are

@@ -224,7 +224,8 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
         raise UsageError(
             f"compute_loss returned a loss of {len(terms)} terms with different counts, and the "
             "batch is divided into micro-batches: the counts of all of them are needed before the "
-            "first backward pass. Use accumulate=1, or one counted(sum, count) for the whole loss."
+            "first backward pass. Use accumulate=1, and microbatches=1 in a pipeline, or one "
+            "counted(sum, count) for the whole loss."
         )
     counts = [term.count for term in terms if term.count is not None]
     # Shares of the loss, in the unit of a mean over this rank's samples.

@@ -29,7 +29,7 @@ from shoal.comm.row_collectives import is_of_all_ranks
 from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.platform.autograd_graph import nodes_behind
-from shoal.strategies.loss_terms import Counted
+from shoal.strategies.loss_terms import LOSS_AS_FUNCTION, Counted
 from shoal.trial.loss_divisors import (
     DIVIDED,
     UNSEEN,
@@ -178,8 +178,10 @@ COUPLED = (
     "run.backward was given a loss in which samples influence one another ({place}): the gradient "
     "of a sample's output changes with the outputs of others, or is 0 where others were chosen "
     "(topk, sort, max over samples). One device takes those of all ranks "
-    "together, and so does a loss of rows that run.gather(output) has returned. Or, to train the "
-    'mean of the ranks\' means, say so: run.backward(loss, reduction="ranks").'
+    "together, and so does a loss of rows that run.gather(output) has returned. Where models are "
+    "called on chunks that cut across samples, give the loss as a function, which is tried on "
+    f"samples: {LOSS_AS_FUNCTION}. Or, to train the mean of the ranks' means, say so: "
+    'run.backward(loss, reduction="ranks").'
 )
 AVERAGED = (
     "run.backward was given a loss that computes with gradients, by autograd.grad, of a mean over "

@@ -115,7 +115,7 @@ def test_a_part_of_a_batch_is_refused() -> None:
 def test_tensors_of_two_batches_in_one_call_are_refused() -> None:
     run, model, loader = prepared(10, 7)
     (x, _), (_, y) = list(loader)
-    words = "tensors of batches of 7 and 3 samples at once.*Two calls before optimizer.step"
+    words = "tensors of batches of 7 and 3 samples at once.*use ddp there"
     with pytest.raises(UsageError, match=words):
         run.forward_backward(supervised(F.cross_entropy, model), x, y)
 

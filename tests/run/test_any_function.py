@@ -101,7 +101,9 @@ def test_terms_with_counts_of_their_own_are_those_of_one_device() -> None:
 
 
 def test_terms_with_counts_of_their_own_need_the_batch_in_one_piece() -> None:
-    with pytest.raises(UsageError, match=r"3 terms with different counts.*Use accumulate=1"):
+    with pytest.raises(
+        UsageError, match=r"3 terms with different counts.*Use accumulate=1, and microbatches=1"
+    ):
         several_terms(accumulate=2)
 
 

@@ -284,6 +284,7 @@ def test_samples_that_are_compared_are_refused() -> None:
         for text in texts:
             assert "samples influence one another (rank 0)" in text
             assert "run.gather(output)" in text
+            assert "on chunks that cut across samples, give the loss as a function" in text
     text = str(contrastive("single", {"accumulate": 2}, False))
     assert "samples influence one another (rank 0, micro-batch 0)" in text
     assert "run.gather(output)" in text

@@ -118,8 +118,9 @@ class WorkerEngine(StrategyState):
         if self.has_pushed:
             raise UsageError(
                 "forward_backward was called twice before optimizer.step(): the first gradients "
-                "are with the servers. To add up several batches use accumulate; to leave a step "
-                "out call optimizer.zero_grad() instead of optimizer.step(), on all ranks."
+                "are with the servers. To add up parts of one batch use accumulate, and for "
+                "several batches ddp; to leave a step out call optimizer.zero_grad() instead of "
+                "optimizer.step(), on all ranks."
             )
         # An asynchronous push is a step of its own, by the mean over this worker's samples.
         num_ranks = 1 if self.is_synchronous else self.mesh.size
