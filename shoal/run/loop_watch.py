@@ -137,7 +137,9 @@ class LoopWatch(YieldWatch):
             return
         samples = self.yielded.rows
         chosen = self._choose(samples, is_apart=not self._in_order(inputs))
-        self._rows.copy_rows(_with_rows(output, samples), *chosen)
+        # A hidden state of as many layers as samples has its samples in dimension 1.
+        rows = [t for t in _with_rows(output, samples) if t.dim() < 3 or t.shape[1] != samples]
+        self._rows.copy_rows(rows, *chosen)
         self._rows.of_loss = True
         self._rows.start()
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 class NormOfBatch(nn.Module):
@@ -300,3 +301,27 @@ def test_a_mask_that_follows_from_other_samples_is_refused_and_one_of_the_sample
 
 def test_calls_inside_of_a_transform_of_functions_are_left_alone() -> None:
     assert world.run(2, error_of, "ddp", linear, by_functional_call) == ["", ""]
+
+
+def error_of_hidden_states(samples: int) -> str:
+    """Hand the hidden state of four directions, (4, samples, 3), from one model to another."""
+    run = shoal.init("ddp", announce=lambda _: None)
+    coder, decoder = nn.GRU(5, 3, 2, bidirectional=True), nn.GRU(5, 3, 2)
+    parameters = [*coder.parameters(), *decoder.parameters()]
+    loader = DataLoader(TensorDataset(torch.rand(2 * samples, 6, 5)), batch_size=2 * samples)
+    coder, decoder, _, loader = run.prepare(
+        coder, decoder, torch.optim.SGD(parameters, lr=0.1), loader
+    )
+    for (x,) in loader:
+        time_first = x.transpose(0, 1)
+        _, hidden = coder(time_first)
+        output, _ = decoder(time_first, hidden[:2])
+        try:
+            run.backward(output.square().mean())
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+def test_a_hidden_state_of_as_many_layers_as_samples_mixes_none() -> None:
+    assert world.run(2, in_turn, error_of_hidden_states, (4,), (3,)) == [["", ""]] * 2
