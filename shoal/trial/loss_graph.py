@@ -367,7 +367,9 @@ class LossGraphCheck:
         values = [loss] if isinstance(loss, Tensor) else [term.value for term in loss.terms]
         total = torch.stack(values).sum()
         leaf = unprepared_leaf(total, outputs, samples, self._parameters())
-        if leaf is not None:
+        # Behind outputs that are held no longer lie gathered weights.
+        may_pass = len(outputs) < MOST_OUTPUTS or self._has_whole_models()
+        if leaf is not None and may_pass:
             self._note(UNPREPARED, shape=tuple(leaf.shape))
         if couples_samples(total, outputs, samples, self._has_whole_models()):
             fault = COUPLED.format(place=place)

@@ -313,9 +313,8 @@ def error_of_hidden_states(samples: int) -> str:
         coder, decoder, torch.optim.SGD(parameters, lr=0.1), loader
     )
     for (x,) in loader:
-        time_first = x.transpose(0, 1)
-        _, hidden = coder(time_first)
-        output, _ = decoder(time_first, hidden[:2])
+        _, hidden = coder(x.transpose(0, 1))
+        output, _ = decoder(torch.zeros(2, len(x), 5), hidden[:2])
         try:
             run.backward(output.square().mean())
         except UsageError as error:
@@ -325,3 +324,22 @@ def error_of_hidden_states(samples: int) -> str:
 
 def test_a_hidden_state_of_as_many_layers_as_samples_mixes_none() -> None:
     assert world.run(2, in_turn, error_of_hidden_states, (4,), (3,)) == [["", ""]] * 2
+
+
+def notes_of_many_calls() -> list[str]:
+    """Call a model more often for one loss than outputs are held."""
+    notes: list[str] = []
+    run = shoal.init("zero3", announce=notes.append)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.rand(6, 5)), batch_size=6)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for (x,) in loader:
+        first = model(x)
+        outputs = [model(x + number) for number in range(9)]
+        run.backward(torch.stack([first, *outputs]).square().mean())
+    return [note for note in notes if "parameter of no prepared model" in note]
+
+
+def test_weights_behind_more_calls_than_are_held_are_those_of_the_model() -> None:
+    assert world.run(2, notes_of_many_calls)[0] == []
