@@ -117,7 +117,7 @@ def _problems_of_groups(
         )
     twice = [names[key] for key, count in counts.items() if count > 1 and key in names]
     if twice:
-        yield f"{listed(twice)}: in more than one group of the optimizer; keep one."
+        yield f"{listed(twice)}: in several groups or optimizers. Leave each parameter in one."
     foreign = sum(id(parameter) not in names for parameter in params)
     if foreign:
         yield (
