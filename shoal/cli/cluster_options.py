@@ -209,11 +209,11 @@ def hosts_of(options: argparse.Namespace) -> HostsOptions | None:
             raise UsageError(f"{given[0]} is about several hosts. Name them by --hosts")
         return None
     from shoal.launch.hosts.hosts_job import HostsOptions
-    from shoal.launch.hosts.ssh_client import parse_hosts, parse_server_hosts
+    from shoal.launch.hosts.ssh_client import parse_hosts
 
     hosts = parse_hosts(options.hosts)
     if options.server_hosts is not None:
-        hosts += parse_server_hosts(options.server_hosts, hosts)
+        hosts += parse_hosts(options.server_hosts, hosts)
     found = HostsOptions(
         hosts=hosts,
         python=options.python or sys.executable,

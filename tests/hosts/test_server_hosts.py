@@ -20,7 +20,7 @@ from shoal.launch.failure import Failure
 from shoal.launch.hosts.driver_session import HostEvent
 from shoal.launch.hosts.host_facts import FactsRequest, HostFacts, problems
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks
-from shoal.launch.hosts.ssh_client import SshHost, parse_hosts, parse_server_hosts
+from shoal.launch.hosts.ssh_client import SshHost, parse_hosts
 from shoal.parameter_server.coordinator.admin_client import send_command
 from tests.harness.waiting import until
 
@@ -194,7 +194,7 @@ def test_hosts_of_ssh_are_refused_beside_slurm(folder: Path, capsys, monkeypatch
 )
 def test_a_list_of_hosts_that_cannot_have_servers_alone_is_refused(text: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        parse_server_hosts(text, parse_hosts("a:2,b"))
+        parse_hosts(text, parse_hosts("a:2,b"))
 
 
 def test_a_host_under_two_names_cannot_have_ranks_and_servers_of_its_own() -> None:

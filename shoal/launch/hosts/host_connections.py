@@ -14,7 +14,13 @@ from shoal.errors import LaunchError, printable
 from shoal.launch.hosts.agent_session import PROTOCOL, Message, clock_s, lease_s
 from shoal.launch.hosts.driver_session import DriverSession, HostEvent
 from shoal.launch.hosts.host_facts import HostFacts
-from shoal.launch.hosts.ssh_client import SshClient, SshHost, agent_command, describe_ssh_failure
+from shoal.launch.hosts.ssh_client import (
+    SshClient,
+    SshHost,
+    agent_command,
+    describe_ssh_failure,
+    ssh_program,
+)
 from shoal.launch.output import LinePrinter
 
 RETRY_S = 0.02  # until a connection takes more bytes
@@ -114,7 +120,7 @@ class HostConnections:
                 host = remaining.pop(0)
                 self.drop(host)  # it may have been lost while nobody looked
                 name = self.hosts[host].name
-                command = agent_command(name, self._python, self.session.lease_s)
+                command = agent_command(name, self._python, self.session.lease_s, ssh_program())
                 self._clients[host] = SshClient(command)
                 starting[host] = clock_s() + START_S
             self.pump(0.1, sources)

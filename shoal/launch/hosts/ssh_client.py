@@ -52,29 +52,16 @@ class SshHost:
         return f"{user}{at}{host}" + (f":{self.count}" if self.count else "")
 
 
-def parse_hosts(text: str) -> list[SshHost]:
+def parse_hosts(text: str, of_ranks: Sequence[SshHost] | None = None) -> list[SshHost]:
     """Return the hosts of a list such as `a:2,user@b:2,[fd00::1]:2,c`, in its order.
 
-    Raises:
-        UsageError: it names no host, one host twice, or something that is no host. It lists all
-            problems.
-    """
-    return _parsed("--hosts", text)
-
-
-def parse_server_hosts(text: str, hosts: Sequence[SshHost]) -> list[SshHost]:
-    """Return the hosts of a list for parameter servers alone, such as `a,user@b`.
-
-    Args: hosts: those of ranks.
+    Args:
+        of_ranks: for a list of hosts of parameter servers alone: those that have ranks.
 
     Raises:
-        UsageError: as `parse_hosts`; or a host has ranks.
+        UsageError: it names no host, one host twice, or something that is no host; or a host of
+            servers has ranks. It lists all problems.
     """
-    return [SshHost(host.name, 0) for host in _parsed("--server-hosts", text, hosts)]
-
-
-def _parsed(option: str, text: str, of_ranks: Sequence[SshHost] | None = None) -> list[SshHost]:
-    """Return the hosts of a list. Args: of_ranks: the hosts of ranks, for a list of servers."""
     hosts: list[SshHost] = []
     problems: list[str] = []
     for entry in map(str.strip, text.split(",")):
@@ -91,8 +78,9 @@ def _parsed(option: str, text: str, of_ranks: Sequence[SshHost] | None = None) -
             problems.append(f"{host}: it has no ranks, so no number; --strategy says how many")
         if host.name in [other.name for other in of_ranks or ()]:
             problems.append(f"{host.name} has ranks, by --hosts. Name another host")
-        hosts.append(host)
+        hosts.append(host if of_ranks is None else SshHost(host.name, 0))
     if problems:
+        option = "--hosts" if of_ranks is None else "--server-hosts"
         lines = [f"{option}: {problem}" for problem in problems]
         raise UsageError("\n  ".join(["The hosts cannot be used:", *lines]))
     return hosts
@@ -145,7 +133,6 @@ class SshClient:
 
     Attributes:
         protocol: of the agent, from its marker; empty before.
-        noise: the last lines before the marker.
         errors: the last lines of standard error.
 
     Raises:
@@ -168,7 +155,6 @@ class SshClient:
                 "OpenSSH's client, or name another one by SHOAL_SSH."
             ) from error
         self.protocol = ""
-        self.noise: deque[str] = deque(maxlen=KEPT_LINES)
         self.errors: deque[str] = deque(maxlen=KEPT_LINES)
         self._before_marker = b""
         self._unsent = b""
@@ -181,6 +167,11 @@ class SshClient:
     def sources(self) -> list[IO[bytes]]:
         """Return the streams to wait for."""
         return [stream for stream in self._streams[1:] if not stream.closed]
+
+    @property
+    def noise(self) -> list[str]:
+        """Return the last lines before the marker."""
+        return self._before_marker.decode(errors="replace").splitlines()[-KEPT_LINES:]
 
     @property
     def exit_code(self) -> int | None:
@@ -203,7 +194,7 @@ class SshClient:
         if not found or not is_whole:
             is_noise = len(self._before_marker) > MOST_NOISE_BYTES
             return b"" if is_noise else None
-        self._keep_noise(before)
+        self._before_marker = before
         self.protocol = line.split(b" ")[0].decode(errors="replace")
         return rest or None
 
@@ -242,14 +233,9 @@ class SshClient:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        if not self.protocol:
-            self._keep_noise(self._before_marker)
         self.read_errors()
         for stream in self._streams:
             stream.close()
-
-    def _keep_noise(self, data: bytes) -> None:
-        self.noise.extend(data.decode(errors="replace").splitlines())
 
 
 def _read(stream: IO[bytes]) -> bytes | None:
@@ -281,9 +267,7 @@ def ssh_program() -> list[str]:
         ) from error
 
 
-def agent_command(
-    host: str, python: str, lease_s: float, ssh: Sequence[str] | None = None
-) -> list[str]:
+def agent_command(host: str, python: str, lease_s: float, ssh: Sequence[str]) -> list[str]:
     """Return the command that starts an agent on `host` with its three standard streams connected.
 
     It is to be started in a session of its own, so that the terminal's Ctrl-C does not reach it.
@@ -292,7 +276,7 @@ def agent_command(
         host: the name of an SshHost.
         python: the interpreter there: an absolute path, or a name on the PATH of that host.
         lease_s: the lease of the agent; the client gives up a silent connection in about that time.
-        ssh: the words of the client; those of `ssh_program` where it is None.
+        ssh: the words of the client, as of `ssh_program`.
 
     Raises:
         UsageError: a shell there would not find the interpreter's path as it is.
@@ -313,8 +297,7 @@ def agent_command(
         "RequestTTY": "no",
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    client = [*(ssh_program() if ssh is None else ssh)]
-    return [*client, "-T", "-x", "-a", *words, "--", host, _remote_line(python)]
+    return [*ssh, "-T", "-x", "-a", *words, "--", host, _remote_line(python)]
 
 
 def _remote_line(python: str) -> str:
