@@ -15,7 +15,6 @@ ends with the thread that started it, so call this from the main thread."""
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import signal
@@ -23,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -31,13 +29,11 @@ from shoal.errors import LaunchError
 from shoal.launch import preload
 from shoal.launch.environment import read
 from shoal.launch.failure import Failure, from_exit_code, root_cause
-from shoal.launch.output import print_lines
 from shoal.launch.ranks import Ranks
 from shoal.launch.start import start as start_ranks
 from shoal.launch.supervise import Supervision
 
 T = TypeVar("T")
-STACK_DUMP_S = 1.0  # limit for hanging ranks to write their stacks
 # The fork server imports these, if the caller has: test modules need them, and each rank would take
 # seconds to import them.
 TOOLS = (
@@ -174,21 +170,15 @@ class World:
             self._supervision.step(remaining_s)
 
     def _hanging_ranks(self) -> str:
-        """Let live ranks write their stacks, read these, kill all ranks, and return the text."""
-        hanging = {rank.number: io.StringIO() for rank in self._ranks.alive}
-        for rank in self._ranks.alive:
-            for stream in rank.streams:
-                stream.emit = partial(print_lines, rank.number, hanging[rank.number])
-            rank.signal(signal.SIGUSR1)
-        deadline_s = time.monotonic() + STACK_DUMP_S
-        while self._ranks.alive and (remaining_s := deadline_s - time.monotonic()) > 0:
-            self._ranks.watch(remaining_s)
+        """Kill all ranks; return the text with the stacks of those that live."""
+        hanging = [rank.number for rank in self._ranks.alive]
+        stacks = [self._ranks.stacks(rank) for rank in hanging]
         self._ranks.kill()
         names = ", ".join(map(str, hanging))
         noun = "rank" if len(hanging) == 1 else "ranks"
         head = f"{noun} {names} of {len(self.pids)} had not finished after {self._timeout_s:g} s"
         failed = [failure.describe(len(self.pids)) for failure in self.failures]
-        return "\n\n".join([head, *failed, *(text.getvalue() for text in hanging.values())])
+        return "\n\n".join([head, *failed, *stacks])
 
 
 def _in_group(target: Callable[..., T], args: tuple[Any, ...], timeout_s: float, gpus: bool) -> T:
