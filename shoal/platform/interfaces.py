@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.platform.sockets import own_address_towards
+
 IFF_UP = 0x1
 DEFAULT_ROUTE = "192.0.2.1"  # an address of RFC 5737, which no machine has
 # Offset and bytes of the address in a `struct sockaddr` of each family.
@@ -70,26 +72,17 @@ def route_interface(address: str) -> str | None:
         return None
     up = addresses_that_are_up()
     names = {one.address: one.interface for one in up if not _is_loopback(one.address)}
-    sources = map(_source_address, (address, DEFAULT_ROUTE))
-    found = (names[source] for source in sources if source in names)
-    return next(found, next(iter(names.values()), None))
+    for target in (address, DEFAULT_ROUTE):
+        with contextlib.suppress(OSError):
+            if (source := own_address_towards(target)) in names:
+                return names[source]
+    return next(iter(names.values()), None)
 
 
 def _is_loopback(address: str) -> bool:
     with contextlib.suppress(ValueError):  # a name
         return ipaddress.ip_address(address).is_loopback
     return address == "localhost"
-
-
-def _source_address(target: str) -> str | None:
-    """Return the address from which this machine would send to another one. Nothing is sent."""
-    try:
-        family, kind, *_, at = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(at)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
 
 
 def _addresses(entry: Any) -> Iterator[HostAddress]:

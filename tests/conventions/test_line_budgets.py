@@ -18,7 +18,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/data": 3_270,
     "shoal/doctor": 500,
     "shoal/integrations": 860,
-    "shoal/launch": 5_530,
+    "shoal/launch": 5_520,
     "shoal/loggers": 550,
     "shoal/models": 850,
     "shoal/optim": 250,

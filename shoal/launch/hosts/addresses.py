@@ -5,7 +5,7 @@
       | <------ ports ---------------------------|                  |
       | ------- reach these addresses and ports ------------------> | try_reach
       |                    <======= a connection to each address == |
-      | <------ a Reach for each address -------------------------- |
+      | <------ the problem with each, or none -------------------- |
     choose_address
 
 The kernel makes these connections; nobody accepts them. The socket at the address that is chosen
@@ -21,20 +21,14 @@ import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
 
 from shoal.errors import LaunchError, UsageError
-from shoal.platform.interfaces import HostAddress, addresses_that_are_up
-from shoal.platform.sockets import listen_at
+from shoal.platform.interfaces import addresses_that_are_up, route_interface
+from shoal.platform.sockets import listen_at, own_address_towards
 
 CURE = "Give --address, or let these hosts connect to each other"
 REACH_S = 2.0
 """Seconds to wait for one connection between two hosts."""
-
-
-Reach = tuple[str | None, str]
-"""One host's try to reach an address of the first: its own address on the way there, or None and
-the problem."""
 
 
 def listeners(addresses: Sequence[str]) -> dict[str, socket.socket]:
@@ -46,8 +40,8 @@ def listeners(addresses: Sequence[str]) -> dict[str, socket.socket]:
     return found
 
 
-def try_reach(ports: Mapping[str, int]) -> dict[str, Reach]:
-    """Return for each address and port of the first host whether this host reaches it.
+def try_reach(ports: Mapping[str, int]) -> dict[str, str]:
+    """Return why this host does not reach each address and port of the first; empty if it does.
 
     All are tried at once. It takes about REACH_S at most.
     """
@@ -55,18 +49,33 @@ def try_reach(ports: Mapping[str, int]) -> dict[str, Reach]:
         return dict(zip(ports, tries.map(_try_address, ports, ports.values()), strict=True))
 
 
-def _try_address(address: str, port: int) -> Reach:
+def _try_address(address: str, port: int) -> str:
     try:
-        with socket.create_connection((address, port), REACH_S) as connection:
-            return str(connection.getsockname()[0]), ""
+        socket.create_connection((address, port), REACH_S).close()
     except TimeoutError:
-        return None, "timed out"
+        return "timed out"
     except OSError as error:
-        problem = os.strerror(error.errno) if error.errno else str(error)
-        return None, problem.lower()
+        return (os.strerror(error.errno) if error.errno else str(error)).lower()
+    return ""
 
 
-def local_addresses() -> tuple[HostAddress, ...]:
+def network_variables(address: str) -> dict[str, str]:
+    """Return the variables by which ranks of this host find their network.
+
+    Args: address: of the first host, at which all ranks meet.
+    """
+    own = own_address_towards(address)
+    interface = "lo" if own.startswith("127.") else route_interface(own)
+    if interface is None:
+        return {"SHOAL_ADDRESS": own}
+    return {
+        "SHOAL_ADDRESS": own,
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+    }
+
+
+def local_addresses() -> list[str]:
     """Return this host's addresses of interfaces that are up, without loopback and link-local ones.
 
     A link-local address means another host on each interface, so it cannot be passed on.
@@ -74,12 +83,12 @@ def local_addresses() -> tuple[HostAddress, ...]:
     Raises:
         OSError: the system does not tell them.
     """
-    found = [(one, ipaddress.ip_address(one.address)) for one in addresses_that_are_up()]
-    return tuple(one for one, ip in found if not (ip.is_loopback or ip.is_link_local))
+    found = [ipaddress.ip_address(one.address) for one in addresses_that_are_up()]
+    return [str(one) for one in found if not (one.is_loopback or one.is_link_local)]
 
 
 def candidate_addresses(
-    addresses: Sequence[HostAddress],
+    addresses: Sequence[str],
     ssh_address: str | None,
     address: str | None = None,
 ) -> list[str]:
@@ -94,38 +103,37 @@ def candidate_addresses(
     Raises:
         UsageError: the host has no such address.
     """
-    own = [one.address for one in addresses]
     if address is None:
         # Hosts without a network are one machine in a test, and meet on its loopback interface.
-        return sorted(own or ["127.0.0.1"], key=lambda one: one != ssh_address)
-    if address not in (*own, "127.0.0.1", "::1"):
+        return sorted(addresses or ["127.0.0.1"], key=lambda one: one != ssh_address)
+    if address not in (*addresses, "127.0.0.1", "::1"):
         raise UsageError(
-            f"--address {address}: the first host has {', '.join(own) or 'no address'}. "
+            f"--address {address}: the first host has {', '.join(addresses) or 'no address'}. "
             "Give one of these, or leave it out."
         )
     return [address]
 
 
 def choose_address(
-    first: str, ports: Mapping[str, int], reports: Mapping[str, Mapping[str, Sequence[Any]]]
+    first: str, ports: Mapping[str, int], reports: Mapping[str, Mapping[str, str]]
 ) -> str:
     """Return the first address that all hosts reach.
 
     Args:
         first: the name of the first host.
         ports: by the addresses at which it listens, the most promising first.
-        reports: the fields of each Reach of each other host, by its name and the address. Without
-            other hosts the first address is chosen.
+        reports: what `try_reach` returns on each other host, by its name. Without other hosts the
+            first address is chosen.
 
     Raises:
         LaunchError: there is none; the message says who cannot reach what.
     """
     for address in ports:
-        if all(source for source, _ in (reaches[address] for reaches in reports.values())):
+        if not any(problems[address] for problems in reports.values()):
             return address
     lines = ["The hosts cannot reach each other:"]
-    for host, reaches in reports.items():
-        unreached = [f"{address}: {text}" for address, (_, text) in reaches.items() if text]
+    for host, problems in reports.items():
+        unreached = [f"{address}: {text}" for address, text in problems.items() if text]
         if unreached:
             lines.append(f"{host} cannot reach {first} ({'; '.join(unreached)}). {CURE}")
     raise LaunchError("\n  ".join(lines))

@@ -25,8 +25,9 @@ from multiprocessing.connection import Pipe, wait
 from typing import Any, NoReturn
 
 from shoal.errors import ShoalError
+from shoal.launch.environment import SERVER_HOSTS
 from shoal.launch.failure import Failure
-from shoal.launch.hosts.addresses import listeners, try_reach
+from shoal.launch.hosts.addresses import listeners, network_variables, try_reach
 from shoal.launch.hosts.agent_session import (
     KILL_S,
     MARKER,
@@ -246,7 +247,10 @@ class AgentProcess:
             address=message["address"],
             port=int(message["port"]),
             listener=listener,
-            variables=message["variables"],
+            variables={
+                **network_variables(message["address"]),
+                SERVER_HOSTS: str(message["server_hosts"]),
+            },
             emit=lambda rank, name, lines: self.session.output(rank, name, "".join(lines)),
         )
         try:

@@ -34,7 +34,7 @@ from typing import Any
 
 Message = Mapping[str, Any]
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of the messages; it must be equal on both sides."""
 MARKER = "SHOAL-AGENT"
 """The agent's first line is this word, PROTOCOL, and a random number."""

@@ -21,7 +21,6 @@ from typing import Any
 from shoal.launch.hosts.addresses import local_addresses
 from shoal.launch.hosts.ssh_client import SshHost
 from shoal.platform.files import existing_directory
-from shoal.platform.interfaces import HostAddress
 from shoal.platform.processes import host_id
 
 DIGEST_LETTERS = 16
@@ -73,15 +72,13 @@ class HostFacts:
     can_write: bool
     cwd_exists: bool
     script_digest: str | None
-    addresses: tuple[HostAddress, ...]
+    addresses: list[str]
     ssh_address: str | None
 
     @classmethod
     def from_json(cls, document: Any) -> HostFacts:
         """Return the facts of `asdict`, after a way through JSON. Unknown fields are ignored."""
-        values = {field.name: document[field.name] for field in fields(cls)}
-        addresses = tuple(HostAddress(**each) for each in values["addresses"])
-        return cls(**{**values, "addresses": addresses})
+        return cls(**{field.name: document[field.name] for field in fields(cls)})
 
 
 def collect_facts(request: FactsRequest) -> HostFacts:

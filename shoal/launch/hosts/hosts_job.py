@@ -15,7 +15,6 @@ from socket import socket
 
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import ControlServer
-from shoal.launch.environment import SERVER_HOSTS
 from shoal.launch.hosts.addresses import candidate_addresses, choose_address
 from shoal.launch.hosts.agent_session import clock_s
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
@@ -145,7 +144,7 @@ class HostsJob(Work):
                 "no host of --server-hosts is left. Start the same command again once one is there."
             )
         members = [*(share.host for share in placement), *serving]
-        addresses, port = find_meeting(self.connections, self.options.address, members)
+        address, port = find_meeting(self.connections, self.options.address, members)
         arguments = list(self.arguments_of(again))
         calls = [(share, self.target, arguments) for share in placement]
         for index, host in enumerate(serving):
@@ -160,9 +159,9 @@ class HostsJob(Work):
                 "first": share.first,
                 "count": share.count,
                 "world": processes,
-                "address": addresses[members[0]],
+                "address": address,
                 "port": port,
-                "variables": self._variables(share.host, addresses[share.host]),
+                "server_hosts": len(serving),
             }
             for share, target, arguments in calls
         }
@@ -229,28 +228,16 @@ class HostsJob(Work):
         print_note(f"the run goes on without {left}")
         return True
 
-    def _variables(self, host: int, address: str) -> dict[str, str]:
-        """Return the variables by which ranks of a host, at its address, find their network."""
-        own = {one.address: one.interface for one in self.connections.facts[host].addresses}
-        variables = {"SHOAL_ADDRESS": address, SERVER_HOSTS: str(len(self._serving()))}
-        interface = own.get(address, "lo" if address.startswith("127.") else None)
-        if interface is not None:
-            variables |= {
-                "GLOO_SOCKET_IFNAME": interface,
-                "NCCL_SOCKET_IFNAME": f"={interface}",
-            }
-        return variables
-
 
 def find_meeting(
     connections: HostConnections, choice: str | None, hosts: Sequence[int]
-) -> tuple[dict[int, str], int]:
+) -> tuple[str, int]:
     """Prepare hosts for ranks; find the address of the first at which all others reach it.
 
     Args: choice: the user's, of the first host of the list, which may be lost by now.
 
-    Returns: that address of the first host, and of each other its own on the way there, by number;
-        and the port of the socket at the first.
+    Returns: that address, and the port of the socket there.
+
     Raises:
         LaunchError: there is none; the message says who cannot reach whom.
         UsageError: the user's choice is none of its addresses.
@@ -272,11 +259,9 @@ def find_meeting(
         raise LaunchError(f"host {connections.name(first)}: it cannot listen at {listed}.")
     reach = {"question": "reach", "ports": ports}
     answers = connections.ask(dict.fromkeys(others, reach), ANSWER_S)
-    reached = {host: answer["reached"] for host, answer in answers.items()}
-    reports = {connections.name(host): reaches for host, reaches in reached.items()}
+    reports = {connections.name(host): answer["reached"] for host, answer in answers.items()}
     address = choose_address(connections.name(first), ports, reports)
-    sources = {host: reaches[address][0] for host, reaches in reached.items()}
-    return {first: address, **sources}, ports[address]
+    return address, ports[address]
 
 
 def run_on_hosts(
