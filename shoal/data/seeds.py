@@ -8,7 +8,6 @@ Both are Mersenne twisters: a block of 624 words and the position of the next on
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ _MASK = (1 << 64) - 1
 _WORDS = 624
 _MOST_BLOCKS = 1000
 """Blocks that are searched: nobody draws more numbers for one block of a model."""
-_KEY_AND_POSITION = _WORDS + 1
 
 
 def derive_seed(*parts: int) -> int:
@@ -150,13 +148,14 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     version, python, gauss = host.python
     assert version == 3
     # Tensors can hold only numbers, so the states are taken apart.
-    keys = np.frombuffer(host.key, dtype=np.uint32).tolist()
+    _, key, position, has_gauss, numpy_gauss = host.numpy
+    words = [*np.frombuffer(key, dtype=np.uint32).tolist(), position, has_gauss]
     state = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(python, dtype=torch.int64),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.tensor([*keys, host.position, host.has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([host.gauss], dtype=torch.float64),
+        "numpy": torch.tensor(words, dtype=torch.int64),
+        "numpy_gauss": torch.tensor([numpy_gauss], dtype=torch.float64),
     }
     return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
@@ -173,7 +172,8 @@ def load_random_state(state: Mapping[str, Tensor], device: torch.device) -> list
     python = (3, tuple(state["python"].tolist()), gauss[0] if gauss else None)
     *keys, position, has_gauss = state["numpy"].tolist()
     key = np.array(keys, dtype=np.uint32).tobytes()
-    HostGenerators(python, key, position, has_gauss, state["numpy_gauss"].item()).restore()
+    numpy = ("MT19937", key, position, has_gauss, state["numpy_gauss"].item())
+    HostGenerators(python, numpy).restore()
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
     if (device.type == "cuda") == ("cuda" in state):
@@ -185,69 +185,55 @@ def load_random_state(state: Mapping[str, Tensor], device: torch.device) -> list
     ]
 
 
-class DrawnWords(NamedTuple):
-    """The 32-bit words that were drawn from each generator."""
-
-    python: int
-    numpy: int
-
-
 class HostGenerators(NamedTuple):
     """The state of the generators of Python and NumPy at one moment. Equal states are `==`.
 
     Attributes:
         python: as of `random.getstate`.
-        key, position, has_gauss, gauss: as of `numpy.random.get_state`; the key as bytes.
+        numpy: as of `numpy.random.get_state`, with the key as bytes.
     """
 
     python: tuple[Any, ...]
-    key: bytes
-    position: int
-    has_gauss: int
-    gauss: float
+    numpy: tuple[str, bytes, int, int, float]
 
     @classmethod
     def now(cls) -> HostGenerators:
         """Return the state of this moment."""
-        numpy: Any = np.random.get_state(legacy=False)
-        words = numpy["state"]
+        numpy: Any = np.random.get_state()
+        kind, key, position, has_gauss, gauss = numpy
         # A value that was used up stays where it lay.
-        gauss = numpy["gauss"] if numpy["has_gauss"] else 0.0
-        return cls(
-            random.getstate(), words["key"].tobytes(), words["pos"], numpy["has_gauss"], gauss
-        )
+        gauss = gauss if has_gauss else 0.0
+        return cls(random.getstate(), (kind, key.tobytes(), position, has_gauss, gauss))
 
     def restore(self) -> None:
         """Put both generators back into this state."""
         random.setstate(self.python)
-        key = np.frombuffer(self.key, dtype=np.uint32)
-        np.random.set_state(("MT19937", key, self.position, self.has_gauss, self.gauss))
+        kind, key, position, has_gauss, gauss = self.numpy
+        words = np.frombuffer(key, dtype=np.uint32)
+        np.random.set_state((kind, words, position, has_gauss, gauss))
 
     def has_moved(self) -> bool:
-        """Return whether a number was drawn since. Takes a few microseconds."""
-        # A value left over by a normal distribution is taken without drawing a word.
-        if self.has_gauss or random.getstate() != self.python:
-            return True
-        return _words_of_numpy() != (self.key[:4], self.position)
+        """Return whether a number was drawn since."""
+        return HostGenerators.now() != self
 
-    def drawn_until(self, later: HostGenerators) -> DrawnWords | None:
-        """Return how many words were drawn between this state and a later one.
+    def drawn_until(self, later: HostGenerators) -> tuple[int, int] | None:
+        """Return the 32-bit words that were drawn from Python's and NumPy's until a later state.
 
         None if no number of words leads there: somebody has set the seed.
         """
         drawn_python = python_words(self.python, later.python)
+        (kind, key, position, *_), (_, later_key, later_position, *_) = self.numpy, later.numpy
         numpy: Any = np.random.RandomState()
-        key = np.frombuffer(self.key, dtype=np.uint32)
-        numpy.set_state(("MT19937", key, self.position, 0, 0.0))
+        numpy.set_state((kind, np.frombuffer(key, dtype=np.uint32), position))
         drawn_numpy = _distance(
-            self.position,
-            later.position,
+            position,
+            later_position,
             lambda words: numpy.bytes(4 * words),
-            lambda: numpy.get_state(legacy=False)["state"]["key"].tobytes() == later.key,
+            lambda: numpy.get_state()[1].tobytes() == later_key,
         )
         if drawn_python is None or drawn_numpy is None:
             return None
-        return DrawnWords(drawn_python, drawn_numpy)
+        return drawn_python, drawn_numpy
 
 
 def python_words(before: tuple[Any, ...], later: tuple[Any, ...]) -> int | None:
@@ -275,14 +261,3 @@ def _distance(start: int, end: int, draw: Any, has_arrived: Any) -> int | None:
         draw(_WORDS)
         words += _WORDS
     return None
-
-
-def _words_of_numpy() -> tuple[bytes, int]:
-    """Return the first word of NumPy's block, and the position. The state as a whole takes a
-    hundred times as long.
-    """
-    generators: Any = np.random  # whose stubs lack this public function
-    generator = generators.get_bit_generator()
-    address = generator.ctypes.state_address
-    words = (ctypes.c_uint32 * _KEY_AND_POSITION).from_address(address)
-    return int(words[0]).to_bytes(4, "little"), int(words[_WORDS])

@@ -254,7 +254,7 @@ class LoopWatch(YieldWatch):
         before, self._generators = self._generators, None
         drawn = None if before is None else before.drawn_until(HostGenerators.now())
         if drawn is not None and rows >= 2 and max(drawn) >= rows:
-            self._note_host_draw("Python" if drawn.python >= rows else "NumPy", rows)
+            self._note_host_draw("Python" if drawn[0] >= rows else "NumPy", rows)
 
     def _note_host_draw(self, generator: str, rows: int) -> None:
         self._note(HOST_DRAWN, generator=generator, rows=rows)

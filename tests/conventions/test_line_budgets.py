@@ -15,7 +15,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/comm": 2_900,
     "shoal/config": 1_800,
     "shoal/costs": 2_060,
-    "shoal/data": 3_270,
+    "shoal/data": 3_240,
     "shoal/doctor": 500,
     "shoal/integrations": 860,
     "shoal/launch": 5_520,
