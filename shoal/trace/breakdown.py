@@ -12,14 +12,16 @@ A moment that fits several components belongs to the first. Communication is *ex
 rank computes nothing meanwhile. Communication that goes on while the rank computes is *hidden*, and
 is not part of the sum.
 
+A rank's time is looked at piece by piece, from each begin or end of a span to the next one.
 Everything here is arithmetic on spans: no clock, no file, no process.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from shoal.trace.recorder import (
@@ -34,15 +36,17 @@ from shoal.trace.recorder import (
     Span,
 )
 
-Interval = tuple[int, int]
-"""Half-open, [start, end)."""
-Intervals = Sequence[Interval]
-"""A set of moments: {0, 1, 2, 5, 6} is [(0, 3), (5, 7)]. None overlap, touch or are empty."""
 Spans = Mapping[int, Sequence[Span]]
 """Rank -> its spans, all on one clock."""
 Collectives = Mapping[tuple[str, int], Mapping[int, Span]]
 """(collective_id, number) -> rank -> the span of that rank."""
 COMPONENTS = ("compute", "communication", "waiting", "data", "optimizer", "other")
+PHASES = (("data", {DATA}), ("optimizer", {OPTIMIZER}), ("compute", {FORWARD, BACKWARD}))
+"""Components of moments in which a rank is not blocked, each with the kinds of its spans."""
+WAIT = "wait"
+"""The kind of a span that `wait_of` makes."""
+ANY = ("", 0)
+"""Key of a wait for any exchange: the rank is blocked while one is in flight."""
 SLOW_FRACTION = 0.02
 """A rank is called slow if others wait for it for at least this fraction of its step."""
 
@@ -83,16 +87,6 @@ class Straggler(NamedTuple):
     more_s: float
 
 
-class Wait(NamedTuple):
-    """An interval in which an exchange could not begin.
-
-    Attributes: rank: the rank that entered last.
-    """
-
-    stretch: Interval
-    rank: int
-
-
 @dataclass(frozen=True)
 class Breakdown:
     """The breakdown of all ranks.
@@ -110,108 +104,71 @@ class Breakdown:
 
 def compute_breakdown(spans: Spans) -> Breakdown:
     """Divide the traced steps of all ranks into components."""
-    waits = waits_in(spans)
-    blamed_ns: dict[int, float] = defaultdict(float)
-    shares: dict[int, StepBreakdown] = {}
-    max_steps = 0
-    for rank, rank_spans in spans.items():
-        num_steps = sum(span.kind == STEP for span in rank_spans)
-        components = components_of(rank_spans, waits[rank])
-        for other, time_ns in _attribute_wait(components["waiting"], waits[rank]).items():
-            blamed_ns[other] += time_ns / max(num_steps, 1)
-        shares[rank] = _mean_step(rank_spans, components, max(num_steps, 1))
-        max_steps = max(max_steps, num_steps)
-    shares = {
-        rank: replace(share, blamed_s=blamed_ns[rank] * 1e-9) for rank, share in shares.items()
-    }
-    return Breakdown(max_steps, shares, _slowest(shares))
-
-
-def _mean_step(
-    spans: Sequence[Span], components: Mapping[str, list[Interval]], num_steps: int
-) -> StepBreakdown:
-    """Return one rank's mean step; `blamed_s` is not known yet."""
-    unit = 1e-9 / num_steps
-    exchanges = [span for span in spans if span.kind == EXCHANGE]
-    in_flight = intersection(
-        union(span.interval for span in exchanges),
-        union(span.interval for span in spans if span.kind == STEP),
-    )
-    exposed = union([*components["communication"], *components["waiting"]])
-    return StepBreakdown(
-        parts_s={name: total_length(components[name]) * unit for name in COMPONENTS},
-        hidden_s=total_length(difference(in_flight, exposed)) * unit,
-        blamed_s=0.0,
-        sent_bytes=sum(span.size_bytes for span in exchanges) / num_steps,
-    )
-
-
-def _attribute_wait(waiting: Intervals, waits: Sequence[Wait]) -> dict[int, int]:
-    """Return for each rank how long one rank waited for it, in nanoseconds.
-
-    Waits may overlap; a moment counts for the wait that ends first.
-    """
-    times_ns: dict[int, int] = defaultdict(int)
-    for wait in sorted(waits, key=lambda wait: wait.stretch[1]):
-        times_ns[wait.rank] += total_length(intersection(waiting, [wait.stretch]))
-        waiting = difference(waiting, [wait.stretch])
-    return times_ns
-
-
-def components_of(spans: Sequence[Span], waits: Sequence[Wait]) -> dict[str, list[Interval]]:
-    """Return the moments of each of COMPONENTS in one rank's steps.
-
-    Args: waits: of this rank, from `waits_in`.
-    """
-
-    def moments_of(*kinds: str) -> list[Interval]:
-        return union(span.interval for span in spans if span.kind in kinds)
-
-    steps = moments_of(STEP)
-    asides = moments_of(ASIDE)
-    remaining: Intervals = difference(steps, asides)
-    blocked_spans = [span for span in spans if span.kind == BLOCKED]
-    exact = union(span.interval for span in blocked_spans if span.collective_id)
-    # Without a collective_id, the rank counts as blocked only while an exchange is in flight.
-    guessed = union(span.interval for span in blocked_spans if not span.collective_id)
-    blocked = union([*exact, *intersection(guessed, moments_of(EXCHANGE))])
-    waiting = intersection(blocked, union(wait.stretch for wait in waits))
-    result: dict[str, list[Interval]] = {}
-    for name, moments in (
-        ("waiting", waiting),
-        ("communication", blocked),
-        ("data", moments_of(DATA)),
-        ("optimizer", moments_of(OPTIMIZER)),
-        ("compute", moments_of(FORWARD, BACKWARD)),
-    ):
-        result[name] = intersection(remaining, moments)
-        remaining = difference(remaining, moments)
-    return {**result, "other": union([*intersection(steps, asides), *remaining])}
-
-
-def waits_in(spans: Spans) -> dict[int, list[Wait]]:
-    """Return for each rank the times in which it was blocked for an exchange that a rank it needs
-    had not entered.
-    """
     collectives = group_collectives(spans)
-    return {rank: _waits_of(rank_spans, collectives) for rank, rank_spans in spans.items()}
+    blamed_ns: dict[int, float] = defaultdict(float)
+    parts_ns: dict[int, Counter[str]] = {}
+    steps = {rank: sum(each.kind == STEP for each in spans[rank]) for rank in spans}
+    for rank, rank_spans in spans.items():
+        parts_ns[rank] = Counter()
+        for length_ns, active in _pieces(rank_spans, collectives):
+            component, late = _component(active)
+            parts_ns[rank][component] += length_ns
+            if late is not None:
+                blamed_ns[late] += length_ns / steps[rank]
+            if component not in ("waiting", "communication") and _has(EXCHANGE, active):
+                parts_ns[rank]["hidden"] += length_ns
+    shares = {}
+    for rank, rank_spans in spans.items():
+        num_steps = max(steps[rank], 1)
+        sent_bytes = sum(span.size_bytes for span in rank_spans if span.kind == EXCHANGE)
+        shares[rank] = StepBreakdown(
+            parts_s={name: parts_ns[rank][name] * 1e-9 / num_steps for name in COMPONENTS},
+            hidden_s=parts_ns[rank]["hidden"] * 1e-9 / num_steps,
+            blamed_s=blamed_ns[rank] * 1e-9,
+            sent_bytes=sent_bytes / num_steps,
+        )
+    return Breakdown(max(steps.values(), default=0), shares, _slowest(shares))
 
 
-def _waits_of(spans: Sequence[Span], collectives: Collectives) -> list[Wait]:
-    blocked: dict[tuple[str, int], list[Interval]] = defaultdict(list)
-    for span in spans:
-        if span.kind == BLOCKED:
-            blocked[span.collective_id, span.number].append(span.interval)
-    guessed = union(blocked["", 0])
-    result: list[Wait] = []
-    for span in spans:
-        wait = wait_of(span, collectives) if span.kind == EXCHANGE else None
-        if wait is None:
-            continue
-        exact = blocked.get((span.collective_id, span.number), ())
-        while_blocked = intersection([wait.stretch], union([*guessed, *exact]))
-        result += [Wait(interval, wait.rank) for interval in while_blocked]
-    return result
+def _pieces(
+    spans: Sequence[Span], collectives: Collectives
+) -> Iterator[tuple[int, Sequence[Span]]]:
+    """Yield the length of each piece of a rank's steps, and the spans and waits around it."""
+    waits = [wait_of(span, collectives) for span in spans if span.kind == EXCHANGE]
+    begun: dict[int, list[Span]] = defaultdict(list)
+    for span in (*spans, *filter(None, waits)):
+        begun[span.start_ns].append(span)
+    times = {time_ns for each in begun.values() for span in each for time_ns in span.interval}
+    active: list[Span] = []
+    for time_ns, next_ns in pairwise(sorted(times)):
+        active = [span for span in (*active, *begun[time_ns]) if span.end_ns > time_ns]
+        if _has(STEP, active):
+            yield next_ns - time_ns, active
+
+
+def _has(kind: str, spans: Sequence[Span]) -> bool:
+    return any(span.kind == kind for span in spans)
+
+
+def _component(active: Sequence[Span]) -> tuple[str, int | None]:
+    """Return the component of a moment, and the rank that it is a wait for, if it is one.
+
+    Of several waits the one that ends first counts.
+    """
+    kinds = {span.kind for span in active}
+    if ASIDE in kinds:
+        return "other", None
+    blocked = {(span.collective_id, span.number) for span in active if span.kind == BLOCKED}
+    waits = [
+        span
+        for span in active
+        if span.kind == WAIT and not blocked.isdisjoint((ANY, (span.collective_id, span.number)))
+    ]
+    if waits:
+        return "waiting", min(waits, key=lambda wait: wait.end_ns).ranks[0]
+    if blocked - {ANY} or (blocked and EXCHANGE in kinds):
+        return "communication", None
+    return next((name for name, own in PHASES if not kinds.isdisjoint(own)), "other"), None
 
 
 def group_collectives(spans: Spans) -> Collectives:
@@ -224,9 +181,9 @@ def group_collectives(spans: Spans) -> Collectives:
     return collectives
 
 
-def wait_of(span: Span, collectives: Collectives) -> Wait | None:
+def wait_of(span: Span, collectives: Collectives) -> Span | None:
     """Return the wait at the begin of an exchange: from the time when this rank entered until the
-    last rank that it needs did.
+    last rank that it needs did. Its `ranks` are that one.
 
     None: all had entered before, or the trace lacks the span of a rank.
     """
@@ -240,7 +197,9 @@ def wait_of(span: Span, collectives: Collectives) -> Wait | None:
         return None
     last = max(needed, key=lambda rank: needed[rank].start_ns)
     end_ns = min(needed[last].start_ns, span.end_ns)
-    return Wait((span.start_ns, end_ns), last) if end_ns > span.start_ns else None
+    if end_ns <= span.start_ns:
+        return None
+    return span._replace(kind=WAIT, name=f"waiting for rank {last}", end_ns=end_ns, ranks=(last,))
 
 
 def _slowest(shares: Mapping[int, StepBreakdown]) -> Straggler | None:
@@ -259,44 +218,3 @@ def _slowest(shares: Mapping[int, StepBreakdown]) -> Straggler | None:
     # Waiting and communication are effects of the other ranks, not causes.
     component = max(("compute", "data", "optimizer", "other"), key=excess_s)
     return Straggler(rank, share.blamed_s, component, excess_s(component))
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the moments in any of these intervals, which may overlap or be empty."""
-    result: list[Interval] = []
-    for start, end in sorted(intervals):
-        if end <= start:
-            continue
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(end, result[-1][1]))
-        else:
-            result.append((start, end))
-    return result
-
-
-def intersection(first: Intervals, second: Intervals) -> list[Interval]:
-    """Return the moments in both sets."""
-    return difference(first, difference(first, second))
-
-
-def difference(first: Intervals, second: Intervals) -> list[Interval]:
-    """Return the moments in the first set that are not in the second."""
-    result = []
-    begin = 0  # intervals of `second` before this index end before all of `first` that remain
-    for start, end in first:
-        while begin < len(second) and second[begin][1] <= start:
-            begin += 1
-        index = begin
-        while index < len(second) and second[index][0] < end:
-            if second[index][0] > start:
-                result.append((start, second[index][0]))
-            start = max(start, second[index][1])
-            index += 1
-        if start < end:
-            result.append((start, end))
-    return result
-
-
-def total_length(intervals: Intervals) -> int:
-    """Return the number of moments."""
-    return sum(end - start for start, end in intervals)

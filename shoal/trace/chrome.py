@@ -176,8 +176,8 @@ def _events_of(
         if span.kind == EXCHANGE:  # its wait and its transfer, inside
             transfer_ns = span.start_ns
             if (wait := wait_of(span, collectives)) is not None:
-                transfer_ns = wait.stretch[1]
-                yield complete(f"waiting for rank {wait.rank}", "detail", *wait.stretch, thread, {})
+                transfer_ns = wait.end_ns
+                yield complete(wait.name, "detail", *wait.interval, thread, {})
             if span.end_ns > transfer_ns:
                 yield complete("transfer", "detail", transfer_ns, span.end_ns, thread, {})
 
