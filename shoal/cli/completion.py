@@ -49,14 +49,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from shoal.cli.program import HIDDEN, TAKES_SETTINGS, VERBS, parsers
+    from shoal.cli.program import TAKES_SETTINGS, VERBS, parsers
     from shoal.config.fields import all_settings
 
     settings = [f"--{name}" for name in all_settings()]
     verbs = {
         name: _words_of(parser, settings if name in TAKES_SETTINGS else [])
         for name, parser in parsers()[1].items()
-        if name not in HIDDEN
     }
     if options.shell == "fish":
         helps = {name: VERBS[name].HELP for name in verbs}

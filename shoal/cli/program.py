@@ -12,7 +12,6 @@ from typing import NoReturn, Protocol
 
 from shoal import __version__
 from shoal.cli import (
-    agent,
     answers,
     calibrate,
     cluster_options,
@@ -69,7 +68,6 @@ VERBS: dict[str, Verb] = {
     "schedule": schedule,
     "launch": launch,
     "servers": servers,
-    "agent": agent,
     "doctor": doctor,
     "completion": completion,
 }
@@ -79,9 +77,7 @@ TAKES_SETTINGS = ("train", "config", "verify", "plan", "plan-tensor")
 TAKES_SCRIPT = ("verify", "plan")
 
 
-HIDDEN = ("agent",)
-"""Verbs that only Shoal itself calls."""
-WITHOUT_ANSWER = ("launch", "agent", "completion")
+WITHOUT_ANSWER = ("launch", "completion")
 """Verbs without --json: they run scripts, or print what is no result."""
 GROUPS = {
     "Run": ("train", "launch", "verify", "eval"),
@@ -129,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if words and not words[0].startswith("-") and words[0] not in VERBS:
-            known = did_you_mean(words[0], VERBS.keys() - HIDDEN)
+            known = did_you_mean(words[0], VERBS)
             hint = foreign_flags.instead_of_verb(words[0]) or known
             raise UsageError(f"there is no verb '{words[0]}'; {hint}")
         raise SystemExit(_run(words))
@@ -235,7 +231,7 @@ def _shorten(parser: argparse.ArgumentParser, examples: str) -> None:
 
 def _listed_verbs() -> str:
     """Return the verbs in groups, one a line."""
-    named = {name for names in GROUPS.values() for name in (*names, *HIDDEN)}
+    named = {name for names in GROUPS.values() for name in names}
     groups = GROUPS | {"Models": tuple(name for name in VERBS if name not in named)}
     return "\n".join(
         f"{title}:\n" + "\n".join(f"    {name:<12} {VERBS[name].HELP}" for name in names)

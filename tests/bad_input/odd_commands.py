@@ -281,7 +281,6 @@ def _of_hosts_and_clusters() -> Iterator[Command]:
     yield "launch", "--hang-limit", "nan", "script.py"
     yield "launch", "-n", "2", "/dev/zero"
     yield "launch", "-n", "2", "a\nb.py"
-    yield "agent", "x"
 
 
 def _of_evaluations() -> Iterator[Command]:

@@ -15,7 +15,7 @@ from cli_calls import TINY, shoal
 import shoal as package
 from shoal.cli import program
 
-WITHOUT_RESULT = {"launch", "agent", "completion"}
+WITHOUT_RESULT = {"launch", "completion"}
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, Any], str]:

@@ -1,4 +1,4 @@
-"""The process of `shoal agent`: it owns the connection to the driver, the ranks, and the clock.
+"""The process of an agent: it owns the connection to the driver, the ranks, and the clock.
 
     ssh ── agent ─┬─ fork server ─┬─ store of torch, on one host
                   │               └─ ranks, each with its data-loader workers
