@@ -46,8 +46,6 @@ COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 def read(environ: Mapping[str, str]) -> RankInfo:
     """Return this process's place in its world.
 
-    `shoal train -n N` under another launcher adds SHOAL_EXPECTED_WORLD=N to the variables.
-
     Args:
         environ: usually os.environ.
 
@@ -66,7 +64,7 @@ def read(environ: Mapping[str, str]) -> RankInfo:
             f"SHOAL_LAUNCHER={requested} was asked for, but its variables are not set."
         )
     if not variables.problems:  # after a problem the numbers may be placeholders
-        _check_numbers(variables, info, requested == "single")
+        _check_numbers(variables, info)
     if variables.problems:
         headline = f"The launcher's variables contradict each other ({info.reason}):"
         # A variable that was read twice has its problem twice.
@@ -82,7 +80,7 @@ def own_place(processes: int | None = None) -> RankInfo:
 
     Args: processes: the value of -n, which the world of another launcher must have.
 
-    Raises: EnvironmentConflict: as `read`.
+    Raises: EnvironmentConflict: as `read`; or the world is another one.
     """
     info = read(os.environ)
     if info.world > 1:
@@ -92,9 +90,12 @@ def own_place(processes: int | None = None) -> RankInfo:
             reason = f"{STARTED_BY_RANK} {info.rank} of {info.world}, and no rank of its world"
             return RankInfo(0, 1, 0, 1, "single", None, None, reason)
         os.environ[RANK_PROCESS] = f"{os.getpid()} {place}"
-    if processes is None or info.launcher == "single":
-        return info
-    return read({**os.environ, "SHOAL_EXPECTED_WORLD": str(processes)})
+    if processes not in (None, info.world) and info.launcher != "single":
+        raise EnvironmentConflict(
+            f"{processes} processes were asked for, but this is a world of {info.world} "
+            f"({info.reason}). Start {processes} with the same launcher, or ask for {info.world}."
+        )
+    return info
 
 
 def is_place_taken() -> bool:
@@ -164,11 +165,8 @@ def _check_exported_rank(variables: Variables, info: RankInfo) -> None:
             )
 
 
-def _check_numbers(variables: Variables, info: RankInfo, is_alone: bool) -> None:
-    """Add a problem for each number that is out of its range.
-
-    Args: is_alone: a world of one was asked for.
-    """
+def _check_numbers(variables: Variables, info: RankInfo) -> None:
+    """Add a problem for each number that is out of its range."""
     if info.rank >= info.world:
         variables.problems.append(
             f"rank {info.rank} is outside a world of {info.world}; ranks count from 0."
@@ -181,12 +179,6 @@ def _check_numbers(variables: Variables, info: RankInfo, is_alone: bool) -> None
     if info.master_port is not None and not 0 < info.master_port < 1 << 16:
         variables.problems.append(
             f"MASTER_PORT={info.master_port} is no port; use one between 1024 and 65535."
-        )
-    expected = variables.number("SHOAL_EXPECTED_WORLD")
-    if expected not in (None, info.world) and not is_alone:
-        variables.problems.append(
-            f"{expected} processes were asked for, but this is a world of {info.world}. Start "
-            f"{expected} with the same launcher, or ask for {info.world}."
         )
 
 

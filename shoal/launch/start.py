@@ -122,7 +122,6 @@ def start(
             variables = {
                 **common,
                 "SHOAL_LAUNCHER": "local",
-                "SHOAL_EXPECTED_WORLD": str(share.world),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(share.world),
                 "LOCAL_RANK": str(local_rank),

@@ -18,7 +18,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/data": 3_240,
     "shoal/doctor": 500,
     "shoal/integrations": 860,
-    "shoal/launch": 5_520,
+    "shoal/launch": 5_510,
     "shoal/loggers": 550,
     "shoal/models": 850,
     "shoal/optim": 250,

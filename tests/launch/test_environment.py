@@ -13,12 +13,11 @@ from launcher_environments import (
 )
 
 from shoal.errors import EnvironmentConflict
-from shoal.launch.environment import read
+from shoal.launch.environment import RANK_PROCESS, own_place, read
 from shoal.launch.rank_info import FIRST_PORT, PORTS
 
 SHOAL = {
     "SHOAL_LAUNCHER": "local",
-    "SHOAL_EXPECTED_WORLD": "4",
     "RANK": "3",
     "WORLD_SIZE": "4",
     "LOCAL_RANK": "3",
@@ -199,12 +198,6 @@ def test_each_launcher_is_read_by_its_own_variables(
             ["RANK=one is not", "WORLD_SIZE=-2 is not"],
         ),
         (BY_HAND | {"MASTER_PORT": "99999"}, ["MASTER_PORT=99999 is no port"]),
-        (SHOAL | {"SHOAL_EXPECTED_WORLD": "8"}, ["8 processes were asked for", "a world of 4"]),
-        (
-            recorded.TORCHRUN_IN_SALLOC | {"SHOAL_EXPECTED_WORLD": "4"},
-            ["4 processes were asked for", "a world of 2"],
-        ),
-        ({"SHOAL_EXPECTED_WORLD": "2"}, ["2 processes were asked for", "a world of 1"]),
         (without(SHOAL, "MASTER_PORT", "RANK"), ["MASTER_PORT is missing", "RANK is missing"]),
         ({"SHOAL_LAUNCHER": "torchrum"}, ["did you mean 'torchrun'"]),
         ({"SHOAL_LAUNCHER": "slurm"}, ["SHOAL_LAUNCHER=slurm was asked for"]),
@@ -214,6 +207,17 @@ def test_a_contradictory_environment_is_refused_with_all_problems(environ, probl
     with pytest.raises(EnvironmentConflict) as error:
         read(environ)
     assert [problem for problem in problems if problem not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(("environ", "asked"), [(SHOAL, 8), (recorded.TORCHRUN_IN_SALLOC, 4)])
+def test_a_command_for_another_number_of_processes_is_refused(monkeypatch, environ, asked):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(RANK_PROCESS, "")
+    world = read(environ).world
+    assert own_place(world).world == world
+    with pytest.raises(EnvironmentConflict, match=f"{asked} processes .* a world of {world} "):
+        own_place(asked)
 
 
 @pytest.mark.parametrize(

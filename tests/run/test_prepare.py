@@ -120,9 +120,7 @@ def test_ddp_refuses_a_model_without_trainable_parameters() -> None:
 def own_group_of_another_size() -> None:
     import os
 
-    os.environ.update(
-        WORLD_SIZE="1", RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", SHOAL_EXPECTED_WORLD="1"
-    )
+    os.environ.update(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     shoal.init()
 
 
