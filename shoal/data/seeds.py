@@ -212,10 +212,6 @@ class HostGenerators(NamedTuple):
         words = np.frombuffer(key, dtype=np.uint32)
         np.random.set_state((kind, words, position, has_gauss, gauss))
 
-    def has_moved(self) -> bool:
-        """Return whether a number was drawn since."""
-        return HostGenerators.now() != self
-
     def drawn_until(self, later: HostGenerators) -> tuple[int, int] | None:
         """Return the 32-bit words that were drawn from Python's and NumPy's until a later state.
 

@@ -193,7 +193,7 @@ def _noting_draws(prepared: Prepared) -> Iterator[None]:
         )
         if not prepared.local_model().is_partial:  # stages draw at the same time
             sentences.append('draws="global" draws those of one device.')
-    if before.has_moved():
+    if HostGenerators.now() != before:
         sentences.append(HOST_DRAWS)
     if sentences:
         prepared.announce(f"note: {' '.join(sentences)}")

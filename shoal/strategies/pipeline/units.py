@@ -279,7 +279,7 @@ def host_draws_refused() -> Iterator[None]:
     """
     before = HostGenerators.now()
     yield
-    if before.has_moved():
+    if HostGenerators.now() != before:
         raise WalkRefusal(
             "pipeline: compute_loss, or a block that it calls, draws numbers of Python's `random` "
             "or of NumPy, which other stages and micro-batches would not know of. Draw with torch, "

@@ -51,7 +51,7 @@ class Accumulate(Strategy):
             extras: tuple[Extra, ...] = ()
             begin = HostGenerators.now()
             for microbatch in accumulated(batch, self.parts, model, mesh):
-                if begin.has_moved():
+                if HostGenerators.now() != begin:
                     begin.restore()
                 totals = None if result is None else result.step_totals
                 result = model.run(forward, microbatch._replace(previous_totals=totals))
