@@ -317,8 +317,7 @@ def describe_call(progress: RankProgress) -> str:
     count = f"({word.length:,} numbers)" if word.length else "()"
     if word.kind in (SEND, RECV):
         direction = "to" if word.kind == SEND else "from"
-        peer = "any rank" if word.peer < 0 else f"rank {word.peer}"
-        return f"{KINDS[word.kind]}{count} {direction} {peer}"
+        return f"{KINDS[word.kind]}{count} {direction} rank {word.peer}"
     if word.kind == SERVERS:
         return "a wait for parameter servers"
     if word.kind >= len(KINDS):

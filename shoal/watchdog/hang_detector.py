@@ -170,7 +170,7 @@ def waits_for(rank: int, progress: Mapping[int, RankProgress]) -> set[int]:
     word, others = own.word, progress.keys() - {rank}
     if word.flags & (WAITS | THREAD_WAITS):
         if word.kind in (SEND, RECV):
-            return {word.peer} & others if word.peer >= 0 else set(others)
+            return {word.peer} & others
         if word.kind == SERVERS:
             return {other for other in others if not progress[other].word.waits}
         members = _members(own, word.group, progress)

@@ -99,7 +99,7 @@ class ProgressWord(NamedTuple):
         call: number of the last collective that the rank has begun, in its group.
         group: `group_id` of that group; 0 for none yet.
         kind: index into KINDS of the last collective or message.
-        peer: the other rank of a message; -1 for any.
+        peer: the other rank of a message; -1 without a message.
         length: numbers on each rank, of the last collective or message; 0 where it is not known.
     """
 

@@ -176,7 +176,7 @@ class ProgressWriter:
 
         Args:
             kind: SEND, RECV or SERVERS.
-            peer: the other global rank; -1 for any.
+            peer: the other global rank; -1 for parameter servers.
         """
         if self.memory is not None:
             CALL.pack_into(self.memory, CALL_AT, 0, 0, kind, peer, length)

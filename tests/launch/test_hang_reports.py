@@ -74,7 +74,6 @@ class MadeUpRanks:
         (rank(group=PAIR, length=0), "all_reduce() (call 1,200 of a group of ranks [0, 2])"),
         (rank(GLOO, group=0), "a collective that Gloo makes(4,096 numbers) (call 1,200)"),
         (rank(SEND, peer=2), "send(4,096 numbers) to rank 2"),
-        (rank(RECV), "recv(4,096 numbers) from any rank"),
         (rank(SERVERS), "a wait for parameter servers"),
         (rank(NO_KIND), "no collective yet"),
     ],
