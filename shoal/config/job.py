@@ -71,11 +71,6 @@ def setting(default: Any, help: str, check: Check | None = None) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def section(kind: type[Any]) -> Any:
-    """Return a field for the settings of a section, whose docstring is their help text."""
-    return field(default_factory=kind)
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """The network that is trained."""
@@ -338,14 +333,14 @@ class Job:
         "Python files with dicts `models` (called with num_classes and input_shape by keyword) and "
         "`data`",
     )
-    model: ModelConfig = section(ModelConfig)
-    data: DataConfig = section(DataConfig)
-    train: TrainConfig = section(TrainConfig)
-    optimizer: OptimizerConfig = section(OptimizerConfig)
-    schedule: ScheduleConfig = section(ScheduleConfig)
-    evaluation: EvaluationConfig = section(EvaluationConfig)
-    checkpoint: CheckpointConfig = section(CheckpointConfig)
-    log: LogConfig = section(LogConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     @property
     def directory(self) -> str:

@@ -94,6 +94,8 @@ class MicrobatchSeeds:
     Args:
         devices: whose generators the passes use, beside the CPU.
         agreed: returns the seed of the first of the ranks that must draw alike.
+
+    Attributes: host: the state of Python's and NumPy's in which each micro-batch begins.
     """
 
     def __init__(
@@ -101,14 +103,7 @@ class MicrobatchSeeds:
     ) -> None:
         self._devices = devices
         self._torch = agreed(int(torch.randint(2**62, ())))
-        self._host = HostGenerators.now()
-
-    def begin_host(self) -> None:
-        """Put the generators of Python and NumPy into the state in which each micro-batch begins.
-
-        They remain as it leaves them.
-        """
-        self._host.restore()
+        self.host = HostGenerators.now()
 
     @contextmanager
     def of(self, microbatch: int) -> Iterator[None]:

@@ -91,13 +91,14 @@ class LinePrinter:
 
     Attributes:
         error: why nothing is printed any more; None while all is well.
+        dropped: lines that were not printed, to be told by `flush`.
     """
 
     def __init__(self, output: Output = "all") -> None:
         self._shows_all = output != "first"
         self.error: OSError | None = None
         self._queue: queue.Queue[tuple[str, str]] = queue.Queue(MOST_WAITING)
-        self._dropped = 0
+        self.dropped = 0
         threading.Thread(target=self._run, name="printer", daemon=True).start()
 
     def put(self, name: str, rank: int | None, stream: str, text: str) -> None:
@@ -116,18 +117,14 @@ class LinePrinter:
         try:
             self._queue.put_nowait((stream, text))
         except queue.Full:
-            self._dropped += len(pieces)
-
-    def note_dropped(self, lines: int) -> None:
-        """Note that a host has dropped lines, to be told by `flush`."""
-        self._dropped += lines
+            self.dropped += len(pieces)
 
     def flush(self) -> None:
         """Wait until all has been printed; tell how much was not."""
         self._queue.join()
-        if self._dropped and self.error is None:
-            self._write("stderr", f"note: {self._dropped} lines of ranks were not printed\n")
-        self._dropped = 0
+        if self.dropped and self.error is None:
+            self._write("stderr", f"note: {self.dropped} lines of ranks were not printed\n")
+        self.dropped = 0
 
     def _run(self) -> None:
         while True:

@@ -58,7 +58,7 @@ class Passes(NamedTuple):
         for index, micro in enumerate(self.microbatches):
             function, purpose = made(index, micro)
             function = base.LossWrapper(micro.step.compute_loss, function, f"gather: {purpose}")
-            self.seeds.begin_host()
+            self.seeds.host.restore()
             # With a graph, for compute_loss may take gradients itself; it ends with the call.
             with torch.enable_grad():
                 result = self.model.outside_step.call(function, *micro.args, **micro.kwargs)

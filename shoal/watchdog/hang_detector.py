@@ -112,7 +112,9 @@ def find_hang(progress: Mapping[int, RankProgress], limit_s: float) -> Hang | No
     if cycle := _cycle(progress, limit_s):
         silent_s = progress[cycle[0]].silent_s
         return Hang(cycle[0], cycle[1], silent_s, CYCLE_LIMIT_S, is_deadlock=True)
-    longest_s = max((longest_step_s(each) for each in progress.values()), default=0.0)
+    # The first steps may have been compiled, and say nothing of later ones.
+    steps = (times for each in progress.values() for times in each.steps if times.step > 2)
+    longest_s = max((times.total_ns for times in steps), default=0) * 1e-9
     base_s = max(limit_s, STEP_FACTOR * longest_s)
     limits = {rank: _limit_s(each.word, base_s) for rank, each in progress.items()}
     silent = {rank for rank, each in progress.items() if each.silent_s >= limits[rank]}
@@ -150,14 +152,6 @@ def _limit_s(word: ProgressWord, limit_s: float) -> float:
         return limit_s + word.length * NUMBER_BYTES / SLOWEST_BYTES_PER_S
     is_slow = word.flags & FIRST or word.phase in SLOW_PHASES
     return limit_s * SLOW_FACTOR if is_slow else limit_s
-
-
-def longest_step_s(progress: RankProgress) -> float:
-    """Return the longest of a rank's last steps, in seconds; 0 before the third one.
-
-    The first steps may have been compiled, and say nothing of later ones.
-    """
-    return max((times.total_ns for times in progress.steps if times.step > 2), default=0) * 1e-9
 
 
 def waits_for(rank: int, progress: Mapping[int, RankProgress]) -> set[int]:

@@ -161,7 +161,7 @@ def test_a_terminal_that_stands_still_blocks_nobody_and_loses_lines_that_are_cou
     for number in range(100):
         printer.put("a", 0, "stdout", f"{number}\n")
         printer.put("a", 1, "stdout", "not shown\n")
-    printer.note_dropped(7)
+    printer.dropped += 7
     stands_still.set()
     printer.flush()
     stdout, stderr = capsys.readouterr()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import select
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -115,7 +114,7 @@ class HostConnections:
         remaining = list(hosts)
         starting: dict[int, float] = {}  # the time by which a host must answer
         problems: dict[int, str] = {}
-        while (remaining or starting) and not is_readable(sources):
+        while (remaining or starting) and not wait(sources, 0):
             while remaining and len(starting) < MOST_STARTS:
                 host = remaining.pop(0)
                 self.drop(host)  # it may have been lost while nobody looked
@@ -213,7 +212,7 @@ class HostConnections:
                 rank = message["rank"] if self.hosts[host].count else None
                 self.printer.put(self.name(host), rank, message["stream"], message["text"])
             case HostEvent(_, {"do": "dropped"} as message):
-                self.printer.note_dropped(message["lines"])
+                self.printer.dropped += message["lines"]
             case _:
                 return True
         return False
@@ -235,8 +234,3 @@ class HostConnections:
             return f"host {self.name(host)}: its agent ended at once: {printable(last)}"
         code = client.exit_code
         return describe_ssh_failure(name, code, client.errors, client.noise, self._python)
-
-
-def is_readable(sources: Sequence[socket.socket]) -> bool:
-    """Return True if one of `sources` can be read now."""
-    return bool(sources) and bool(select.select(sources, [], [], 0)[0])

@@ -11,13 +11,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import wait
 from socket import socket
 
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.hosts.addresses import candidate_addresses, choose_address
 from shoal.launch.hosts.agent_session import clock_s
-from shoal.launch.hosts.host_connections import HostConnections, is_readable
+from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts, problems
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, placed
 from shoal.launch.hosts.ssh_client import UNRESOLVED, SshHost
@@ -178,11 +179,11 @@ class HostsJob(Work):
         for wait_s in RETRIES_S:
             absent = self._missing()
             begin_s = clock_s() + (wait_s if absent else 0.0)
-            while (remaining_s := begin_s - clock_s()) > 0 and not is_readable([signals]):
+            while (remaining_s := begin_s - clock_s()) > 0 and not wait([signals], 0):
                 self.connections.pump(remaining_s, [signals])
             # A host that came back with another torch cannot take part.
             problems = [*self.connections.connect(absent, [signals]), *self._host_problems()]
-            if is_readable([signals]):
+            if wait([signals], 0):
                 return 0
             for problem in problems:
                 print_note(problem)
