@@ -81,10 +81,6 @@ class RankSet(ABC):
     def stacks(self, rank: int) -> str:
         """Return the stacks of all threads of a rank, with a first line, or why there are none."""
 
-    def located(self, failure: Failure) -> Failure:
-        """Return the failure with the host of its rank, where there are several hosts."""
-        return failure
-
     def host(self, rank: int) -> str:
         """Return the name of the rank's host; empty where there is one host only."""
         return ""

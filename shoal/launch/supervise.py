@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from shoal.launch.failure import Failure, from_exit_code, root_cause
@@ -225,7 +225,8 @@ class Supervision:
     def _on_failure(self, failure: Failure) -> None:
         if failure.time_s >= self._ended_s:
             return
-        self.failures.append(self.ranks.located(failure))
+        host = failure.host or self.ranks.host(failure.rank)
+        self.failures.append(replace(failure, host=host))
         if self.ends_siblings:
             delay_s = SECONDARY_FAILURE_S if failure.is_secondary else 0.0
             self._end_at_s = min(self._end_at_s, time.monotonic() + delay_s)

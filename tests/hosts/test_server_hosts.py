@@ -214,7 +214,7 @@ def test_an_error_of_servers_ends_the_run_and_is_told_once(
     failed |= {"is_secondary": False, "code": 2, "is_loss": False}
     (failure,) = ranks._rank_events(HostEvent(1, failed))
     assert isinstance(failure, Failure)
-    assert ranks.located(failure).describe(1) == "no such optimizer"
+    assert failure.describe(1) == "no such optimizer"
     assert failure.host == "s"
     assert ranks._rank_events(HostEvent(1, {"do": "ended", "rank": 1, "code": 1})) == []
     assert ranks._rank_events(HostEvent(2, {"do": "ended", "rank": 2, "code": 0})) == []

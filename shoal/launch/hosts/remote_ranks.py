@@ -119,9 +119,6 @@ class RemoteRanks(RankSet):
             "and the same command resumes it"
         )
 
-    def located(self, failure: Failure) -> Failure:
-        return failure if failure.host else replace(failure, host=self.host(failure.rank))
-
     def look(self) -> dict[int, RankProgress]:
         """Return the progress of the ranks that live, once all hosts have told it, and else none.
 
