@@ -101,7 +101,7 @@ class LoopGenerators:
         """Yield the class of each that has drawn so many words, or more, since then."""
         for generator, state in self._states:
             if isinstance(generator, random.Random):
-                if (python_words(state, generator.getstate()) or 0) >= words:
+                if python_words(state, generator.getstate()) >= words:
                     yield "random.Random"
             elif _has_drawn(generator.bit_generator, state, words):
                 yield "numpy.random.Generator"

@@ -207,48 +207,32 @@ class HostGenerators(NamedTuple):
         words = np.frombuffer(key, dtype=np.uint32)
         np.random.set_state((kind, words, position, has_gauss, gauss))
 
-    def drawn_until(self, later: HostGenerators) -> tuple[int, int] | None:
-        """Return the 32-bit words that were drawn from Python's and NumPy's until a later state.
-
-        None if no number of words leads there: somebody has set the seed.
-        """
-        drawn_python = python_words(self.python, later.python)
-        (kind, key, position, *_), (_, later_key, later_position, *_) = self.numpy, later.numpy
-        numpy: Any = np.random.RandomState()
-        numpy.set_state((kind, np.frombuffer(key, dtype=np.uint32), position))
-        drawn_numpy = _distance(
-            position,
-            later_position,
-            lambda words: numpy.bytes(4 * words),
-            lambda: numpy.get_state()[1].tobytes() == later_key,
+    def drawn_until(self, later: HostGenerators) -> tuple[int, int]:
+        """Return how many words were drawn from Python's and from NumPy's until a later state."""
+        numpy_words = (
+            (np.frombuffer(key, dtype=np.uint32), position)
+            for _, key, position, *_ in (self.numpy, later.numpy)
         )
-        if drawn_python is None or drawn_numpy is None:
-            return None
-        return drawn_python, drawn_numpy
+        return python_words(self.python, later.python), _drawn_words(*numpy_words)
 
 
-def python_words(before: tuple[Any, ...], later: tuple[Any, ...]) -> int | None:
-    """Return how many words a `random.Random` has drawn between two of its states.
+def python_words(before: tuple[Any, ...], later: tuple[Any, ...]) -> int:
+    """Return how many words a `random.Random` has drawn between two of its states."""
+    return _drawn_words(*((words, position) for _, (*words, position), _ in (before, later)))
 
-    None if no number of words leads there: somebody has set the seed.
+
+def _drawn_words(before: tuple[Any, int], later: tuple[Any, int]) -> int:
+    """Return how many words a twister has drawn between two blocks, each with its position.
+
+    0 if no number of words leads there: somebody has set the seed.
     """
-    python = random.Random()
-    python.setstate(before)
-    return _distance(
-        before[1][-1],
-        later[1][-1],
-        lambda words: python.getrandbits(32 * words),
-        lambda: python.getstate()[1] == later[1],
-    )
-
-
-def _distance(start: int, end: int, draw: Any, has_arrived: Any) -> int | None:
-    words = (end - start) % _WORDS
-    if words:
-        draw(words)
-    for _ in range(_MOST_BLOCKS):
-        if has_arrived():
-            return words
-        draw(_WORDS)
-        words += _WORDS
-    return None
+    twister: Any = np.random.RandomState()
+    twister.set_state(("MT19937", *before))
+    words = (later[1] - before[1]) % _WORDS
+    if words:  # 0 bytes take a word
+        twister.bytes(4 * words)
+    for drawn in range(words, words + _MOST_BLOCKS * _WORDS, _WORDS):
+        if np.array_equal(twister.get_state()[1], later[0]):
+            return drawn
+        twister.bytes(4 * _WORDS)
+    return 0

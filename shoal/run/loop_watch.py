@@ -252,8 +252,8 @@ class LoopWatch(YieldWatch):
             self._note_host_draw(f"a {kind} of its own", rows)
         self._of_loop = LoopGenerators(None)
         before, self._generators = self._generators, None
-        drawn = None if before is None else before.drawn_until(HostGenerators.now())
-        if drawn is not None and rows >= 2 and max(drawn) >= rows:
+        drawn = (0, 0) if before is None else before.drawn_until(HostGenerators.now())
+        if max(drawn) >= rows >= 2:
             self._note_host_draw("Python" if drawn[0] >= rows else "NumPy", rows)
 
     def _note_host_draw(self, generator: str, rows: int) -> None:

@@ -15,7 +15,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/comm": 2_900,
     "shoal/config": 1_750,
     "shoal/costs": 2_060,
-    "shoal/data": 3_240,
+    "shoal/data": 3_220,
     "shoal/doctor": 500,
     "shoal/integrations": 860,
     "shoal/launch": 5_500,
