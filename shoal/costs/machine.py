@@ -153,6 +153,7 @@ class Machine:
         collectives: backend/kind/ranks -> seconds over bytes of the whole tensor.
         server_rate: bytes/s that one parameter server receives, sums and steps, on a core of the
             host.
+        server_part_s: seconds that pushing a part costs whatever its size, and pulling it.
         link_rate: bytes/s between devices of the host, one way.
         overlap_slowdown: factor of computing while a message is under way.
         cores: that ranks on CPUs share; 0 where each rank has a device.
@@ -165,6 +166,7 @@ class Machine:
     compute: Mapping[int, Compute]
     collectives: Mapping[str, SpeedCurve] = field(default_factory=dict)
     server_rate: float = 1e9
+    server_part_s: float = 0.0
     link_rate: float = 1e10
     overlap_slowdown: float = 1.0
     note: str = ""
@@ -242,7 +244,8 @@ def _curve(read: dict[str, Any]) -> SpeedCurve:
 
 
 UNKNOWN_SERVER_RATE = 2e9
-"""A ninth of the 18 GB/s that one core reads from memory: see `planner.calibration`."""
+"""A ninth of the 18 GB/s that one core reads from memory: a server reads a gradient, adds it to the
+sum, and reads and writes some six arrays to step."""
 
 
 def flat(value: float) -> SpeedCurve:

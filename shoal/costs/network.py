@@ -72,9 +72,9 @@ class Network:
         rate = self.machine.server_rate
         if len(self.cluster.hosts) > 1:
             rate = min(rate, self.cluster.link_of(self.cluster.ranks, 1).bandwidth)
-        rate /= self.server_crowding(step)
         # A worker's own link carries all of M, a server's m M / n: max(M/B, m M / (n B)).
-        return max(message.size_bytes, workers * message.size_bytes / servers) / rate
+        moved_s = max(message.size_bytes, workers * message.size_bytes / servers) / rate
+        return (moved_s + self.machine.server_part_s) * self.server_crowding(step)
 
 
 def ring_s(kind: str, size_bytes: float, ranks: int, link: Link) -> float:

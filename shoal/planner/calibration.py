@@ -7,6 +7,7 @@ For each number of ranks on this host (1, 2, 4, ... up to twice its cores), all 
                       curve: what explains the steps of eight networks best (`in_steps`)
       collectives     seconds at six sizes, in shared memory; of Gloo what a message costs
       a step          what Shoal adds around a model's operations
+      a server        what a part costs whatever its size, and bytes/s; for two ranks
 
 Each number is a low one of its repetitions: what is above it comes from other programs. Its spread
 is how far the median lies above it. A rank of one thread is timed by its processor time, which
@@ -18,6 +19,7 @@ memory bandwidth) is in every number. More ranks than cores take turns, which th
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +35,7 @@ from torch import Tensor
 
 import shoal
 from shoal.comm import equal_chunks
+from shoal.costs.cluster import Cluster
 from shoal.costs.machine import (
     Compute,
     Machine,
@@ -41,7 +44,8 @@ from shoal.costs.machine import (
     low_and_spread,
 )
 from shoal.costs.network import Network
-from shoal.costs.step_tasks import SegmentTimer, least_seconds
+from shoal.costs.step_cost import StepCost
+from shoal.costs.step_tasks import SegmentTimer, least_seconds, step_time
 from shoal.planner.find_machine import one_machine
 from shoal.planner.operation_speeds import (
     NETWORKS,
@@ -67,6 +71,9 @@ CACHE_BYTES = 1 << 24
 """Bytes that are written before a collective, more than a core's cache holds."""
 STEPS_S = 0.6
 """Processor seconds of the steps of one case."""
+PART_S = [1e-5 * 1.4**power for power in range(18)]
+SERVER_RATES = [1e8 * 1.3**power for power in range(20)]
+"""Seconds of a part whatever its size, and bytes/s, that a server may have."""
 
 
 MOST_RANKS = 8
@@ -111,13 +118,11 @@ def calibrate(announce: Callable[[str], None] = print) -> Machine:
         if few > 1:
             compute[few] = compute[few].or_faster(compute[many])
     compute = {count: _with_overheads(count, compute) for count in compute}
-    return replace(
-        this,
-        compute=compute,
-        collectives=collectives,
-        server_rate=_server_rate(compute),
-        overlap_slowdown=overlap,
-    )
+    machine = replace(this, compute=compute, collectives=collectives, overlap_slowdown=overlap)
+    start_s = time.perf_counter()
+    machine = _with_server(machine)
+    announce(f"a parameter server: measured in {time.perf_counter() - start_s:.0f} s")
+    return machine
 
 
 def _with_overheads(ranks: int, compute: Mapping[int, Compute]) -> Compute:
@@ -160,16 +165,6 @@ def summary(machine: Machine) -> str:
     return "\n".join(lines)
 
 
-def _server_rate(compute: dict[int, Compute]) -> float:
-    """Return the bytes/s of gradients that a server sums and steps.
-
-    It reads a gradient, adds it to the sum, and reads and writes about six arrays to step: about
-    a third of the memory's bandwidth for gradients. One server has one thread.
-    """
-    most = max(compute)
-    return compute[most].memory.points[-1].value / 9
-
-
 def _measure_rank() -> dict[str, Any]:
     """Measure on one rank, at the same time as all others. Collective."""
     curves, phases = measure_operations()
@@ -199,8 +194,18 @@ def _measure_rank() -> dict[str, Any]:
 
 
 PLAIN: MakeStep = partial(tiny_blocks, 8)
+MANY_PARAMETERS: MakeStep = partial(tiny_blocks, 8, layers=6)
+SERVER = "server=1"
 Engine = tuple[str, tuple[str, ...], Sequence[MakeStep]]
 """A strategy line, names of `Compute.overheads` that its `cost` uses, and steps that tell them."""
+
+
+def networks_of(layers: int) -> list[MakeStep]:
+    """Return two networks in whose steps engines find caches cold."""
+    return [
+        partial(network, "mlp", {"hidden": [192] * layers}, (48, 1, 12, 12)),
+        partial(network, "gpt", {"width": 128, "layers": layers, "heads": 8}, (4, 24)),
+    ]
 
 
 def engines(ranks: int) -> list[Engine]:
@@ -208,18 +213,12 @@ def engines(ranks: int) -> list[Engine]:
 
     Around layers of eight numbers they find caches warm, around those of networks cold: both count.
     """
-    layers = max(ranks, 4)  # into as many stages
-    networks = (
-        partial(network, "mlp", {"hidden": [192] * layers}, (48, 1, 12, 12)),
-        partial(network, "gpt", {"width": 128, "layers": layers, "heads": 8}, (4, 24)),
-    )
+    networks = networks_of(max(ranks, 4))  # into as many stages
     pairs = partial(tiny_blocks, 8, layers=2)
+    units = (PLAIN, MANY_PARAMETERS, *networks)
     return [
-        (
-            "zero3",
-            ("fsdp message", "fsdp tensor"),
-            (PLAIN, partial(tiny_blocks, 8, layers=6), *networks),
-        ),
+        ("zero3", ("fsdp message", "fsdp tensor"), units),
+        (SERVER, ("server parameter",), units),
         (
             f"pipeline={ranks}",
             ("pipeline pass", "pipeline unit"),
@@ -230,26 +229,30 @@ def engines(ranks: int) -> list[Engine]:
     ]
 
 
-def _steps_of(strategy: str, cases: Sequence[MakeStep]) -> list[float]:
+def _steps_of(strategy: str, cases: Sequence[MakeStep], by_wall: bool = False) -> list[float]:
     """Return how many times as long each case's step takes as one of `REFERENCE` by torch.
     Collective.
     """
-    return [_step_of(strategy, case) for case in cases]
+    return [_step_of(strategy, case, by_wall) for case in cases]
 
 
-def _step_of(strategy: str, case: MakeStep) -> float:
+def _step_of(strategy: str, case: MakeStep, by_wall: bool) -> float:
     """Return how many times as long a step takes as one of `REFERENCE` by torch. Collective.
 
     Both in turn, by processor time, so that what slows one slows the other.
+
+    Args: by_wall: count the time of the wall's clock, for a step in which other processes compute.
     """
     run = shoal.init(strategy, announce=lambda _: None)
     torch.manual_seed(0)
     model, batch, optimizer_class = case()
     optimizer: Any = optimizer_class(model.parameters(), lr=0.0)  # type: ignore[call-arg]
     model, optimizer = run.prepare(model, optimizer)[:2]
-    clock, phases = processor_clock(), torch_phases(REFERENCE)
+    clock, phases = time.perf_counter if by_wall else processor_clock(), torch_phases(REFERENCE)
 
     def step() -> float:
+        if by_wall:  # else a rank would wait in its step for another one's reference
+            dist.barrier()
         start_s = clock()
         optimizer.zero_grad()
         run.forward_backward(lambda x: loss_of(model, x), batch)
@@ -267,19 +270,36 @@ def planned_step(
     machine: Machine, ranks: int, strategy: str, case: MakeStep
 ) -> Callable[[Compute], float]:
     """Return a function from speeds to the seconds that such a step takes a rank by a plan."""
-    work, model, samples = traced(case)
     # Ranks that take turns on a core are timed by what they compute.
     machine = replace(machine, cores=0)
     cluster = one_machine(machine, ranks)
-    data_ranks = 1 if "=" in strategy else ranks  # else they compute the same batch together
-    workload = Workload(work, model, data_ranks * samples)
-    step = Planner(workload, machine, cluster).step_cost(strategy)
+    is_together = strategy.startswith(("pipeline", "tensor"))
+    data_ranks = 1 if is_together else ranks  # together they compute the same batch
+    step = _step_cost(machine, cluster, strategy, case, data_ranks)
 
     def seconds(speeds: Compute) -> float:
         changed = replace(machine, compute={ranks: speeds})
         return least_seconds(step, SegmentTimer(changed, ranks), Network(changed, cluster))
 
     return seconds
+
+
+def _step_cost(
+    machine: Machine, cluster: Cluster, strategy: str, case: MakeStep, data_ranks: int
+) -> StepCost:
+    work, model, samples = traced(case)
+    workload = Workload(work, model, data_ranks * samples)
+    return Planner(workload, machine, cluster).step_cost(strategy)
+
+
+def _simulated_step(
+    machine: Machine, ranks: int, strategy: str, case: MakeStep
+) -> Callable[[Machine], float]:
+    """Return a function from a machine with other servers to the seconds of a step by a plan."""
+    cluster = one_machine(machine, ranks)
+    step = _step_cost(machine, cluster, strategy, case, ranks)
+    timer = SegmentTimer(machine, ranks)
+    return lambda changed: step_time(step, timer, Network(changed, cluster)).seconds
 
 
 def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
@@ -320,9 +340,34 @@ def _overheads(
     return overheads
 
 
-def _slowest(ranks: int, strategy: str, cases: Sequence[MakeStep]) -> list[float]:
+def _with_server(machine: Machine) -> Machine:
+    """Add the speed of a parameter server, by steps of two ranks with one.
+
+    Those two numbers of a grid count whose times are nearest, by least squares of logarithms.
+    """
+    cases = (PLAIN, MANY_PARAMETERS, *networks_of(4))
+    seconds_of = [_simulated_step(machine, 2, SERVER, case) for case in cases]
+    by_torch = replace(machine.compute_of(2), step_s=0.0)
+    reference_s = planned_step(machine, 1, "single", REFERENCE)(by_torch)
+    took = [steps * reference_s for steps in _slowest(2, SERVER, cases, by_wall=True)]
+    grid = [
+        replace(machine, server_part_s=part_s, server_rate=rate)
+        for part_s in PART_S
+        for rate in SERVER_RATES
+    ]
+
+    def error(each: Machine) -> float:
+        planned = (seconds(each) for seconds in seconds_of)
+        return sum(math.log(p / t) ** 2 for p, t in zip(planned, took, strict=True))
+
+    return min(grid, key=error)
+
+
+def _slowest(
+    ranks: int, strategy: str, cases: Sequence[MakeStep], by_wall: bool = False
+) -> list[float]:
     """Return what `_steps_of` does on the rank that takes longest."""
-    steps = world.run(ranks, _steps_of, strategy, cases, timeout_s=300.0)
+    steps = world.run(ranks, _steps_of, strategy, cases, by_wall, timeout_s=300.0)
     return [max(case) for case in zip(*steps, strict=True)]
 
 

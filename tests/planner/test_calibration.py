@@ -32,6 +32,7 @@ def test_a_calibration_has_all_that_a_plan_asks_for(
         ("rank_counts", lambda cores: [2]),
         ("_measure_rank", measure_few_points),
         ("engines", lambda ranks: [(line, names, [case])]),
+        ("networks_of", lambda layers: []),
     ):
         monkeypatch.setattr(calibration, name, value)
     monkeypatch.setattr(operation_speeds, "NETWORKS", NETWORKS)
@@ -47,7 +48,8 @@ def test_a_calibration_has_all_that_a_plan_asks_for(
     assert set(measured.collectives) == {f"{each}/{kind}/2" for each in backends for kind in kinds}
     assert lines[0].startswith("2 ranks at once: measured in ")
     assert measured.calibrated
-    assert measured.server_rate > 0
+    assert measured.server_part_s in calibration.PART_S
+    assert measured.server_rate in calibration.SERVER_RATES
     assert measured.overlap_slowdown >= 1
     measured.save(tmp_path / "machine.json")
     assert machine.load(tmp_path / "machine.json") == measured

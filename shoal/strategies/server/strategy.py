@@ -123,12 +123,12 @@ class Server(ServerOptions, Strategy):
             segments[index] = segments[index]._replace(prefetched=pulls, beside=pushes)
         step = replace(step, segments=tuple(segments), servers=self.servers, optimizer_share=0.0)
         elsewhere = step.layout.world * (1 - 1 / step.layout.hosts)
+        pushed = [p for s in segments for p in s.parameters if p.gradient_bytes]
         held = sum(
             p.parameter_bytes + p.optimizer_bytes + p.gradient_bytes * (1 + elsewhere)
-            for segment in segments
-            for p in segment.parameters
-            if p.gradient_bytes
+            for p in pushed
         )
+        step = replace(step, around_pass=(*step.around_pass, ("server parameter", len(pushed))))
         step = replace(step, band=max(step.band, BAND), server_bytes=held)
         return step.map_parameters(lambda parameter: parameter._replace(optimizer_bytes=0.0))
 
