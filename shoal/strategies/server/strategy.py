@@ -44,9 +44,7 @@ from shoal.strategies.options import WHOLE_PARAMETERS, ServerOptions
 from shoal.strategies.server.worker_engine import WorkerEngine
 
 BAND = 0.56
-"""How far predicted times were off: what servers and workers take from each other is not
-calibrated.
-"""
+"""How far predicted times were off: more servers than one, and on hosts, are not calibrated."""
 
 
 class Server(ServerOptions, Strategy):
