@@ -248,7 +248,8 @@ def _step_of(strategy: str, case: MakeStep, by_wall: bool) -> float:
     model, batch, optimizer_class = case()
     optimizer: Any = optimizer_class(model.parameters(), lr=0.0)  # type: ignore[call-arg]
     model, optimizer = run.prepare(model, optimizer)[:2]
-    clock, phases = time.perf_counter if by_wall else processor_clock(), torch_phases(REFERENCE)
+    clock = time.perf_counter if by_wall else processor_clock()
+    phases = torch_phases(REFERENCE)
 
     def step() -> float:
         if by_wall:  # else a rank would wait in its step for another one's reference
@@ -287,19 +288,10 @@ def planned_step(
 def _step_cost(
     machine: Machine, cluster: Cluster, strategy: str, case: MakeStep, data_ranks: int
 ) -> StepCost:
+    """Return a plan's step of a case. Args: data_ranks: that have its samples each."""
     work, model, samples = traced(case)
     workload = Workload(work, model, data_ranks * samples)
     return Planner(workload, machine, cluster).step_cost(strategy)
-
-
-def _simulated_step(
-    machine: Machine, ranks: int, strategy: str, case: MakeStep
-) -> Callable[[Machine], float]:
-    """Return a function from a machine with other servers to the seconds of a step by a plan."""
-    cluster = one_machine(machine, ranks)
-    step = _step_cost(machine, cluster, strategy, case, ranks)
-    timer = SegmentTimer(machine, ranks)
-    return lambda changed: step_time(step, timer, Network(changed, cluster)).seconds
 
 
 def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
@@ -346,10 +338,11 @@ def _with_server(machine: Machine) -> Machine:
     Those two numbers of a grid count whose times are nearest, by least squares of logarithms.
     """
     cases = (PLAIN, MANY_PARAMETERS, *networks_of(4))
-    seconds_of = [_simulated_step(machine, 2, SERVER, case) for case in cases]
+    cluster, timer = one_machine(machine, 2), SegmentTimer(machine, 2)
+    steps = [_step_cost(machine, cluster, SERVER, case, 2) for case in cases]
     by_torch = replace(machine.compute_of(2), step_s=0.0)
     reference_s = planned_step(machine, 1, "single", REFERENCE)(by_torch)
-    took = [steps * reference_s for steps in _slowest(2, SERVER, cases, by_wall=True)]
+    took = [ratio * reference_s for ratio in _slowest(2, SERVER, cases, by_wall=True)]
     grid = [
         replace(machine, server_part_s=part_s, server_rate=rate)
         for part_s in PART_S
@@ -357,7 +350,8 @@ def _with_server(machine: Machine) -> Machine:
     ]
 
     def error(each: Machine) -> float:
-        planned = (seconds(each) for seconds in seconds_of)
+        network = Network(each, cluster)
+        planned = (step_time(step, timer, network).seconds for step in steps)
         return sum(math.log(p / t) ** 2 for p, t in zip(planned, took, strict=True))
 
     return min(grid, key=error)

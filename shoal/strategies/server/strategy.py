@@ -126,8 +126,8 @@ class Server(ServerOptions, Strategy):
             p.parameter_bytes + p.optimizer_bytes + p.gradient_bytes * (1 + elsewhere)
             for p in pushed
         )
-        step = replace(step, around_pass=(*step.around_pass, ("server parameter", len(pushed))))
-        step = replace(step, band=max(step.band, BAND), server_bytes=held)
+        around = *step.around_pass, ("server parameter", len(pushed))
+        step = replace(step, around_pass=around, band=max(step.band, BAND), server_bytes=held)
         return step.map_parameters(lambda parameter: parameter._replace(optimizer_bytes=0.0))
 
     def _parts_by_segment(self, step: StepCost) -> dict[int, list[tuple[SentMessage, ...]]]:
