@@ -219,6 +219,8 @@ def load(path: Path) -> Machine:
         for key in ("memory_bytes", "server_rate", "link_rate", "overlap_slowdown"):
             if not read.get(key, 1.0) > 0:
                 raise ValueError(f"{key}={read[key]}: must be greater than 0")
+        if not (part_s := read.get("server_part_s", 0.0)) >= 0:
+            raise ValueError(f"server_part_s={part_s}: must not be negative")
         return Machine(**read)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         where = f"{path}: is no machine file of this version: run `shoal calibrate` again"

@@ -60,6 +60,7 @@ def test_presets_say_that_they_are_not_calibrated() -> None:
     ("change", "problem"),
     [
         ({"server_rate": -1}, "server_rate=-1: must be greater than 0"),
+        ({"server_part_s": -1}, "server_part_s=-1: must not be negative"),
         ({"colour": "red"}, "'colour'"),
         ({"compute": None}, "AttributeError"),
         ({"compute": {"1": {"matmul": {"points": [[1.0, -5.0]]}}}}, "must be greater than 0"),
