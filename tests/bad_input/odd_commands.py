@@ -229,6 +229,8 @@ def _of_runs() -> Iterator[Command]:
     yield "servers", "run", "remove", HUGE
     for output in ("x.gif", "x", "", "directory", f"{LONG}.png", "file/x.png"):
         yield "plot", "oddrun", "-o", output
+    for output in ("directory", f"{LONG}.json", "file/x.json", "/proc/x.json"):
+        yield "calibrate", "-o", output
     yield "trace", "trace.json"
     yield "trace", "pipe.yaml"
     yield "trace", "binary.pt"

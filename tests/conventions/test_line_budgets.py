@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_680,
-    "shoal/cli": 2_760,
+    "shoal/cli": 2_780,
     "shoal/comm": 2_900,
     "shoal/config": 1_750,
     "shoal/costs": 2_060,
