@@ -25,6 +25,7 @@ NAMES = {
 }
 SITES = {
     # module: the calls there, and words of the row of docs/security.md that tells of them
+    "cli/calibrate.py": (["TemporaryFile"], "temporary directories"),  # without a name
     "comm/mesh.py": (["FileStore", "HashStore"], "the meeting of ranks"),
     "launch/control_channel.py": (["bind", "listen"], "a socket in the run directory"),
     "launch/hosts/addresses.py": (["listen_at"], "the test of the network"),
