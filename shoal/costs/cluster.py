@@ -9,7 +9,8 @@
     machine: h100              # a preset, or a file of `shoal calibrate`
     mtbf: 50000h               # mean time between failures of one rank
 
-Ranks are numbered host by host, in the order of the file. `bandwidth` is one way.
+Ranks are numbered host by host, in the order of the file. `bandwidth` is one way. Hosts with
+`ranks: 0` are those of `--server-hosts`.
 """
 
 from __future__ import annotations
@@ -57,14 +58,17 @@ class Cluster:
     """Hosts and switches.
 
     Attributes:
+        hosts: those with ranks.
         machine: a preset or a file; "" for this machine.
         mtbf_s: mean time between failures of one rank; inf if unknown.
+        server_hosts: those that have parameter servers alone.
     """
 
     hosts: tuple[Host, ...]
     switches: Mapping[str, Link]
     machine: str = ""
     mtbf_s: float = math.inf
+    server_hosts: tuple[Host, ...] = ()
 
     @cached_property
     def ranks(self) -> int:
@@ -102,6 +106,16 @@ class Cluster:
                 break
         latency_s = sum(link.latency_s for link in links)
         return min(links, key=lambda link: link.bandwidth)._replace(latency_s=latency_s)
+
+    def server_rates(self, servers: int) -> tuple[float, float]:
+        """Return bytes/s of a worker and of a server, by their shares of links; inf in one host."""
+        if self.server_hosts:
+            _, out = self._narrowest
+            most = math.ceil(servers / len(self.server_hosts))
+            narrowest = min(host.link.bandwidth for host in self.server_hosts)
+            return out.bandwidth / self.ranks_per_host, narrowest / most
+        rate = self.link_of(self.ranks, 1).bandwidth if len(self.hosts) > 1 else math.inf
+        return rate, rate
 
 
 def one_host(ranks: int, memory_bytes: float, bandwidth: float = 10e9) -> Cluster:
@@ -194,7 +208,11 @@ class _Reader:
             if not found:
                 self.problems.append(f"hosts.{host.name}: this range has no host")
         mtbf_s = self._value("mtbf", read, read_time, math.inf)
-        return Cluster(tuple(hosts), switches, str(read.get("machine") or ""), mtbf_s)
+        with_ranks = tuple(host for host in hosts if host.ranks)
+        if hosts and not with_ranks:
+            self.problems.append("hosts: no host has ranks")
+        without = tuple(host for host in hosts if not host.ranks)
+        return Cluster(with_ranks, switches, str(read.get("machine") or ""), mtbf_s, without)
 
     def _host(self, name: str, read: Any) -> Host:
         where = f"hosts.{name}"
@@ -203,8 +221,8 @@ class _Reader:
             read = {}
         self._check_keys(where, read, ("ranks", "memory", "inside", "link"))
         ranks = read.get("ranks", 1)
-        if type(ranks) is not int or ranks < 1:
-            self.problems.append(f"{where}.ranks: {ranks} is not a whole number above 0")
+        if type(ranks) is not int or ranks < 0:
+            self.problems.append(f"{where}.ranks: {ranks} is not a whole number, 0 or above")
             ranks = 1
         memory = self._value("memory", read, read_size, 0.0, where)
         inside = self._link(f"{where}.inside", read.get("inside") or {"bandwidth": "10GB/s"})

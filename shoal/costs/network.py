@@ -7,7 +7,7 @@ what a message costs whatever its size, where it was measured:
       all_gather         (n-1) a +   (n-1)/n M/B    ring
       reduce_scatter     (n-1) a +   (n-1)/n M/B    ring
       send                     a +           M/B
-      push, pull               m/(n) M/rate         m workers on n servers (`server_count`)
+      push, pull      a + max(M/w, m M / (n B))     m workers of w, n servers (`server_count`)
 
 Sources: Thakur et al., IJHPCA 2005; Patarasuk and Yuan, JPDC 2009.
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from shoal.costs.cluster import Cluster, Link
 from shoal.costs.machine import Machine
+from shoal.costs.server_count import one_way
 from shoal.costs.step_cost import SentMessage, StepCost
 
 STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
@@ -50,7 +51,7 @@ class Network:
 
     def server_crowding(self, step: StepCost) -> float:
         """Return how much servers and ranks slow each other down where they share cores."""
-        if not step.servers or len(self.cluster.hosts) > 1:
+        if not step.servers or len(self.cluster.hosts) > 1 or self.cluster.server_hosts:
             return 1.0
         ranks = self.cluster.ranks_per_host
         return self.machine.crowding(ranks + step.servers) / self.machine.crowding(ranks)
@@ -69,11 +70,10 @@ class Network:
     def _server_s(self, message: SentMessage, step: StepCost) -> float:
         """Return the seconds of a partition: every server takes its share from all workers."""
         workers, servers = step.layout.data, max(step.servers, 1)
-        rate = self.machine.server_rate
-        if len(self.cluster.hosts) > 1:
-            rate = min(rate, self.cluster.link_of(self.cluster.ranks, 1).bandwidth)
-        # A worker's own link carries all of M, a server's m M / n: max(M/B, m M / (n B)).
-        moved_s = max(message.size_bytes, workers * message.size_bytes / servers) / rate
+        worker, server = (
+            min(self.machine.server_rate, rate) for rate in self.cluster.server_rates(servers)
+        )
+        moved_s = one_way(message.size_bytes, worker, workers, servers, server)
         return (moved_s + self.machine.server_part_s) * self.server_crowding(step)
 
 

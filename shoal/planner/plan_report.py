@@ -13,7 +13,7 @@ from typing import Any
 from shoal.costs import goodput, server_count
 from shoal.costs.cluster import Cluster
 from shoal.costs.machine import Machine
-from shoal.planner.smallest_change import Command, smallest_changes, start_options
+from shoal.planner.smallest_change import Command, named_hosts, smallest_changes, start_options
 from shoal.planner.strategy_search import (
     FEW_WORDS,
     MANY_SEGMENTS,
@@ -329,7 +329,10 @@ def servers_lines(planner: Planner, command: Command) -> Iterator[str]:
     cluster, workers = planner.cluster, planner.cluster.ranks
     link = cluster.link_of(workers, 1).bandwidth
     worker = link / (cluster.ranks_per_host if len(cluster.hosts) > 1 else 1)
-    server = min(link, planner.machine.server_rate)
+    server_link = link
+    if cluster.server_hosts:
+        worker, server_link = cluster.server_rates(1)
+    server = min(server_link, planner.machine.server_rate)
     single = planner.plan("ddp")
     compute_s = single.time.on_path.get("compute", 0.0) if single.time is not None else 0.0
     parts = max(1, ceil(size / PART_BYTES))
@@ -350,10 +353,10 @@ def servers_lines(planner: Planner, command: Command) -> Iterator[str]:
     yield from _advice(cluster, command, ring_s, {n: step_s(n) for n in few})
     yield ""
     yield (
-        f"links of {bytes_text(link)}/s each way, a worker's share {bytes_text(worker)}/s; a "
-        f"server sums and steps {bytes_text(planner.machine.server_rate)}/s"
+        f"links of {bytes_text(server_link)}/s each way, a worker's share {bytes_text(worker)}/s; "
+        f"a server sums and steps {bytes_text(planner.machine.server_rate)}/s"
     )
-    if len(cluster.hosts) == 1:
+    if len(cluster.hosts) == 1 and not cluster.server_hosts:
         yield "that link lies inside one host: --cluster FILE names those between hosts"
     if not planner.machine.calibrated:
         yield machine_text(planner.machine)
@@ -391,15 +394,18 @@ def _advice(
     """
     fastest_s = min(step_s.values())
     if cluster.ranks == 1 or ALIKE * fastest_s >= ring_s:
-        ring = _command(command, start_options(cluster), "ddp")
+        ring = _command(command, start_options(cluster, "ddp"), "ddp")
         yield f"no servers: a ring is as fast, or faster: {ring}"
         return
     count = next(n for n, seconds in step_s.items() if seconds <= ALIKE * fastest_s)
-    named = ",".join(f"{host.name}:{host.ranks}" for host in cluster.hosts)
-    hosts = ["--hosts", named if len(cluster.hosts) > 1 else "WORKERS", "--server-hosts", "SERVERS"]
+    line = f"server={count}"
+    named = named_hosts(cluster.hosts) if len(cluster.hosts) > 1 else "WORKERS"
+    hosts = ["--hosts", named, "--server-hosts", "SERVERS"]
+    if cluster.server_hosts:
+        hosts = start_options(cluster, line)
     beaten = next(n for n, seconds in step_s.items() if seconds < ring_s)
     servers = f"{count} server" + "s" * (count > 1)
-    line = _command(command, hosts, f"server={count}")
+    line = _command(command, hosts, line)
     yield f"{servers}, on hosts of their own (a ring is beaten from {beaten} on): {line}"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.costs.cluster import Cluster
+from shoal.costs.cluster import Cluster, Host
 from shoal.costs.memory_peak import peak
 from shoal.errors import ConfigError, StrategyRefused
 from shoal.planner.find_machine import one_machine
@@ -35,19 +36,27 @@ class Command:
 
     def line(self, planner: Planner, strategy: str, accumulate: int = 0) -> str:
         """Return the command for a strategy. Args: accumulate: 0 for what the job has itself."""
-        options = start_options(planner.cluster)
+        options = start_options(planner.cluster, strategy)
         options += [self.accumulate, str(accumulate)] if accumulate else []
         return shlex.join([*self.verb, *options, "--strategy", strategy, *self.words])
 
 
-def start_options(cluster: Cluster) -> list[str]:
+def start_options(cluster: Cluster, strategy: str) -> list[str]:
     """Return the options that start the ranks of a cluster: -n, --hosts, or --slurm for many."""
     hosts, ranks = cluster.hosts, cluster.ranks_per_host
+    if cluster.server_hosts and re.search(r"\bserver\b", strategy):
+        servers = ",".join(host.name for host in cluster.server_hosts)
+        return ["--hosts", named_hosts(hosts), "--server-hosts", servers]
     if len(hosts) == 1:
         return ["-n", str(cluster.ranks)]
     if len(hosts) > NAMED_HOSTS and all(host.ranks == ranks for host in hosts):
         return ["--slurm", "--nodes", str(len(hosts)), "--ntasks-per-node", str(ranks)]
-    return ["--hosts", ",".join(f"{host.name}:{host.ranks}" for host in hosts)]
+    return ["--hosts", named_hosts(hosts)]
+
+
+def named_hosts(hosts: Sequence[Host]) -> str:
+    """Return the words of `--hosts`."""
+    return ",".join(f"{host.name}:{host.ranks}" for host in hosts)
 
 
 def smallest_changes(planner: Planner, command: Command) -> Iterator[str]:

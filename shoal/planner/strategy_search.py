@@ -265,7 +265,7 @@ class Planner:
             if done not in self._steps:  # many lines begin alike
                 self._steps[done] = strategy.cost(step)
             step = self._steps[done]
-        return step
+        return replace(step, server_bytes=0.0) if self.cluster.server_hosts else step
 
 
 def short_lines(ranks: int) -> Iterator[str]:

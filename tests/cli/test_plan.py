@@ -161,6 +161,10 @@ def test_servers_are_advised_where_they_are_faster_than_a_ring(
     assert lines[1].startswith("8 servers, on hosts of their own (a ring is beaten from 6 on): ")
     assert "--hosts a:1,b:1,c:1," in lines[1]
     assert lines[1].endswith("--server-hosts SERVERS --strategy server=8")
+    spare = f"{alone}, s: {{ranks: 0, {link}}}, t: {{ranks: 0, {link}}}"
+    lines = lines_of_servers(capsys, tmp_path / "spare.yaml", spare)
+    assert lines[0].split(", ")[1] == "workers: 8"
+    assert lines[1].endswith("h:1 --server-hosts s,t --strategy server=8")
     # The workers of a host share its link, and a ring passes it once.
     shared = ", ".join(f"{name}: {{ranks: 2, {link}}}" for name in "ab")
     lines = lines_of_servers(capsys, tmp_path / "shared.yaml", shared)

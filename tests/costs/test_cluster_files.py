@@ -52,8 +52,19 @@ def test_a_range_names_as_many_hosts(tmp_path: Path) -> None:
     assert [host.name for host in found.hosts] == ["n08.x", "n09.x", "n10.x", "login"]
     assert found.ranks == 13
     with pytest.raises(ConfigError) as error:
-        load(tmp_path, "hosts:\n  n[1-3]: {ranks: 0}\n  m[3-1]: {ranks: 1}\n")
+        load(tmp_path, "hosts:\n  n[1-3]: {ranks: -1}\n  m[3-1]: {ranks: 1}\n")
     assert len(error.value.problems) == 2, "one for each entry"
+
+
+def test_a_host_without_ranks_is_one_of_servers(tmp_path: Path) -> None:
+    workers = "a: {ranks: 4, link: {bandwidth: 8MB/s}}"
+    text = f"hosts:\n  {workers}\n  s: {{ranks: 0, link: {{bandwidth: 6MB/s}}}}\n"
+    found = load(tmp_path, text)
+    assert (found.ranks, [host.name for host in found.server_hosts]) == (4, ["s"])
+    assert found.server_rates(1) == (2e6, 6e6)
+    assert found.server_rates(3) == (2e6, 2e6), "servers of one host share its link"
+    with pytest.raises(ConfigError, match="no host has ranks"):
+        load(tmp_path, "hosts: {s: {ranks: 0}}")
 
 
 def test_groups_that_leave_a_host_together_share_its_link(tmp_path: Path) -> None:
@@ -69,14 +80,14 @@ def test_all_problems_of_a_file_come_at_once(tmp_path: Path) -> None:
             tmp_path,
             """
 hosts:
-  a: {ranks: 0, memori: 1GiB, link: {bandwidth: -3GB/s}}
+  a: {ranks: -1, memori: 1GiB, link: {bandwidth: -3GB/s}}
   b: {ranks: 2, link: {bandwidth: 1GB/s, to: nowhere}}
 colour: red
 """,
         )
     text = str(error.value)
     for problem in (
-        "hosts.a.ranks: 0 is not a whole number above 0",
+        "hosts.a.ranks: -1 is not a whole number, 0 or above",
         "hosts.a.memori: is not known; did you mean 'memory'?",
         "hosts.a.link.bandwidth: -3GB must be greater than 0",
         "its way leads to 'nowhere', which is no switch",

@@ -57,6 +57,28 @@ def planner(workload: Workload, ranks: int, memory: float = 2.0**40) -> Planner:
     return Planner(workload, machine, one_host(ranks, ranks * memory))
 
 
+def test_servers_on_hosts_of_their_own_take_no_memory_of_ranks_and_share_links(
+    workload: Workload,
+) -> None:
+    beside = planner(workload, 2).plan("server=2")
+    link = Link(1e6)
+    ranks = one_host(2, 2.0**40).hosts[0]._replace(link=link)
+    machine = planner(workload, 2).machine
+
+    def plan_on(hosts: int) -> Any:
+        alone = tuple(Host(f"s{index}", 0, 0.0, link, link) for index in range(hosts))
+        return Planner(workload, machine, Cluster((ranks,), {}, server_hosts=alone)).plan(
+            "server=2"
+        )
+
+    assert beside.memory.servers > 0
+    assert plan_on(1).memory.servers == 0
+    of_one, of_two = plan_on(1).time, plan_on(2).time
+    assert beside.time is not None
+    assert of_one.seconds > beside.time.seconds, "a link of 1 MB/s is slower than this machine"
+    assert of_one.seconds == pytest.approx(of_two.seconds), "the workers share a link just as slow"
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 6, 8])
 def test_every_candidate_is_a_strategy_line_that_the_ranks_can_have(ranks: int) -> None:
     lines = [*candidate_lines(ranks)]
