@@ -14,7 +14,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/cli": 2_780,
     "shoal/comm": 2_900,
     "shoal/config": 1_750,
-    "shoal/costs": 2_060,
+    "shoal/costs": 2_080,
     "shoal/data": 3_220,
     "shoal/doctor": 500,
     "shoal/integrations": 860,
@@ -23,7 +23,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/models": 850,
     "shoal/optim": 250,
     "shoal/parameter_server": 6_960,
-    "shoal/planner": 2_920,
+    "shoal/planner": 2_940,
     "shoal/platform": 2_080,
     "shoal/plotting": 460,
     "shoal/run": 9_760,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_570,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 71_100,
+    "tests": 71_140,
     "benchmarks": 8_670,
 }
 SLACK = 0.03
