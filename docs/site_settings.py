@@ -42,7 +42,7 @@ def distribuuuu_table() -> str:
             f"`{key}`",
             f"`{row.setting}`" if row.setting else "none",
             # Placeholders, because a note contains the values of a command line.
-            NOTES.get(key, "is taken as it is").format(value="VALUE", ours="OURS", ranks="RANKS"),
+            NOTES.get(key, "the same").format(value="VALUE", ours="OURS", ranks="RANKS"),
         )
         for key, row in KEYS.items()
     )
