@@ -209,26 +209,32 @@ bench-gpu: $(VENV)/.test  ## Measure steps on one GPU against hand-written loops
 	$(BIN)/python -m benchmarks.gpu.measure $(GPU_FLAGS)
 	$(BIN)/python -m benchmarks.gpu.report
 
-# One wheel for every platform, and one with the compiled part for Linux on this machine's processor: for Python
-# 3.11 and later, and for every glibc that auditwheel finds new enough. torch has no wheels for musl, nor has Shoal.
+# One wheel for every platform, and two with the compiled part for Linux on this machine's processor and Python 3.11
+# and later: for every glibc that auditwheel finds new enough, and for musl, which zig brings. Where a compiler fails,
+# setuptools leaves the compiled part out, so dist looks for it.
 BUILD := $(BIN)/python -c "import sys; from setuptools import build_meta; [getattr(build_meta, 'build_' + kind)('dist') for kind in sys.argv[1:]]"
 
 $(VENV)/.release: pyproject.toml | $(VENV)/.test
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[release]"
 	@touch $@
 
-dist: $(VENV)/.release  ## Build the source distribution and both wheels into dist/.
+dist: $(VENV)/.release  ## Build the source distribution and all wheels into dist/.
 	rm -rf dist build/lib build/bdist.* build/wheel
 	SHOAL_PURE=1 $(BUILD) sdist wheel
 	rm -rf build/lib build/bdist.*
 	$(subst 'dist','build/wheel',$(BUILD)) wheel
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
+	rm -rf build/lib build/bdist.* build/temp.*
+	CC="$(CURDIR)/$(BIN)/python -m ziglang cc -target $$(uname -m)-linux-musl" $(BIN)/python -c "from setuptools import build_meta; \
+		build_meta.build_wheel('dist', {'--build-option': '--plat-name=musllinux_1_2_$$(uname -m)'})"
+	$(BIN)/python -m zipfile -l dist/*musllinux*.whl | grep _native.abi3.so
 
 # Some Pythons: make test-wheels PYTHONS="python3.12 python3.13"
 PYTHONS ?= $(PYTHON)
 
+# torch has no wheel for musl (Alpine has a package), so pip on this machine cannot install that one.
 test-wheels: dist  ## Install each wheel of dist/ into clean environments of PYTHONS (default: PYTHON), and train with it.
-	for python in $(PYTHONS); do for wheel in dist/*.whl; do PYTHON=$$python .ci/test-wheel $$wheel || exit 1; done; done
+	for python in $(PYTHONS); do for wheel in dist/*none-any.whl dist/*manylinux*.whl; do PYTHON=$$python .ci/test-wheel $$wheel || exit 1; done; done
 
 $(VENV)/.site: pyproject.toml | $(VENV)/.test
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
