@@ -16,9 +16,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def command_sections() -> Iterator[str]:
     """Yield a heading and the complete help of each verb that users call."""
-    from shoal.cli.program import HIDDEN, parsers
+    from shoal.cli.program import parsers
 
     os.environ["COLUMNS"] = "100"  # argparse folds its lines at the width of the terminal
     for name, parser in parsers()[1].items():
-        if name not in HIDDEN:
-            yield f"### shoal {name}\n\n```text\n{parser.format_help()}```\n"
+        yield f"### shoal {name}\n\n```text\n{parser.format_help()}```\n"

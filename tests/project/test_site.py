@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from shoal.cli.program import VERBS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -120,6 +122,14 @@ def test_sections_of_docstrings_begin_below_their_names() -> None:
     assert (
         laid_out("Raises: as `f`.\nRaises: Lost: b.") == "Raises: as `f`.\n\nRaises:\n    Lost: b."
     )
+
+
+def test_the_reference_has_the_help_of_every_verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = hook("site_commands").on_page_markdown("a\n<!-- commands -->\n")
+    headings = [line for line in shown.splitlines() if line.startswith("### ")]
+    assert headings == [f"### shoal {verb}" for verb in VERBS]
+    assert "usage: shoal launch" in shown
 
 
 def test_the_site_is_built_with_strict_links(tmp_path: Path) -> None:
