@@ -127,24 +127,33 @@ def reduce_scatter(
 
     `tensor` may be this rank's row itself.
     """
-    rank = board.rank
-    if board.size == 1:
+    rank, size, length = board.rank, board.size, tensor.numel()
+    if size == 1:
         tensor.copy_(rows[0])
-    bounds = row_bounds(tensor, board.size)
+    max_length = SLOT_BYTES // tensor.element_size() // size  # slices of all rows fit into a slot
+    begins = range(0, max(length, 1), max_length)
+    bounds = [(begin, min(begin + max_length, length)) for begin in begins]
     # Ranks 0 and 1 read their values from their row and not from their slot. On later ranks the
     # result could overwrite the row before the turn of its values in the order of ranks.
     reads_local_row = rank < 2
+    written_rows = [(r, row) for r, row in enumerate(rows) if r != rank or not reads_local_row]
+
+    def write(index: int, slot: int) -> None:
+        begin, end = bounds[index]
+        slots = board.slots(tensor.dtype, (end - begin) * size)
+        outs = slots[slot][rank].view(size, end - begin)
+        for r, row in written_rows:
+            outs[r].copy_(_part(row, begin, end))
 
     def read(index: int, slot: int) -> None:
         begin, end = bounds[index]
         out = _part(tensor, begin, end)
-        slots = board.slots(out.dtype, (end - begin) * board.size)
-        terms = [written.view(board.size, end - begin)[rank] for written in slots[slot]]
+        slots = board.slots(out.dtype, (end - begin) * size)
+        terms = [written.view(size, end - begin)[rank] for written in slots[slot]]
         if reads_local_row:
             terms[rank] = _part(rows[rank], begin, end)
         reduce_into(out, terms, operation)
 
-    write = _row_writer(board, rows, bounds, skipped=rank if reads_local_row else None)
     return exchange_slices(board, len(bounds), write, read)
 
 
@@ -152,17 +161,6 @@ def slot_slices(tensor: Tensor) -> tuple[Tensor, ...]:
     """Split a flat tensor into slices that fit into a slot; at least one slice."""
     max_length = SLOT_BYTES // tensor.element_size()
     return (tensor,) if tensor.numel() <= max_length else tensor.split(max_length)
-
-
-def row_bounds(row: Tensor, size: int) -> list[tuple[int, int]]:
-    """Return (begin, end) of slices of a row, so that the slices of all rows fit into one slot.
-
-    There is at least one slice.
-    """
-    length = row.numel()
-    max_length = SLOT_BYTES // row.element_size() // size
-    begins = range(0, max(length, 1), max_length)
-    return [(begin, min(begin + max_length, length)) for begin in begins]
 
 
 def _part(row: Tensor, begin: int, end: int) -> Tensor:
@@ -184,25 +182,6 @@ def _slice_reader(board: PhaseBoard, slices: Sequence[Tensor], rank: int) -> Rea
         out.copy_(board.slots(out.dtype, out.numel())[slot][rank])
 
     return read
-
-
-def _row_writer(
-    board: PhaseBoard,
-    rows: Sequence[Tensor],
-    bounds: Sequence[tuple[int, int]],
-    skipped: int | None,
-) -> WriteSlice:
-    """Return a function that writes slices of all rows, except that of the rank `skipped`."""
-    written_rows = [(rank, row) for rank, row in enumerate(rows) if rank != skipped]
-
-    def write(index: int, slot: int) -> None:
-        begin, end = bounds[index]
-        slots = board.slots(rows[0].dtype, (end - begin) * board.size)
-        outs = slots[slot][board.rank].view(board.size, end - begin)
-        for rank, row in written_rows:
-            outs[rank].copy_(_part(row, begin, end))
-
-    return write
 
 
 Combine = Callable[..., Any]

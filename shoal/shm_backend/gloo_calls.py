@@ -95,7 +95,11 @@ class GlooCalls:
         _check_layout(name, groups)
         kind = KINDS.get(name.replace("_", "").removesuffix("base"), "gloo")
         length = min((sum(map(torch.numel, tensors)) for tensors in groups), default=0)
-        self._show(CallSignature(kind, torch.uint8, length))
+        if self._progress is None:  # most groups make no such call
+            label = f"{self._label} by Gloo on {self._ranks}"
+            self._progress = own_progress().join_group(label, self._ranks)
+        self._num_calls += 1
+        self._progress.begin(self._num_calls, CallSignature(kind, torch.uint8, length).encoded)
         others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
         post = partial(getattr(self._gloo, name), *args)
         start = partial(self._start, post, f"{kind} by Gloo", others, own_progress().waiting)
@@ -118,14 +122,6 @@ class GlooCalls:
         return GlooWork(
             work, lambda error, limit_s: self._explain(error, doing, peers, limit_s), waiting
         )
-
-    def _show(self, call: CallSignature) -> None:
-        """Say to the launcher that this rank begins a call."""
-        if self._progress is None:  # most groups make no such call
-            label = f"{self._label} by Gloo on {self._ranks}"
-            self._progress = own_progress().join_group(label, self._ranks)
-        self._num_calls += 1
-        self._progress.begin(self._num_calls, call.encoded)
 
     def _traced(
         self,

@@ -200,11 +200,10 @@ class PhaseBoard:
             self._slots.clear()
         starts = [SLOTS_AT + slot * SLOT_BYTES for slot in range(SLOTS)]
         nonempty = max(length, 1)  # torch.frombuffer refuses a length of 0
-        with torch.inference_mode(False):  # later calls outside that mode write into them too
-            made = self._slots[dtype, length] = [
-                [memory.tensor(start, nonempty, dtype)[:length] for memory in self.memories]
-                for start in starts
-            ]
+        made = self._slots[dtype, length] = [
+            [memory.tensor(start, nonempty, dtype)[:length] for memory in self.memories]
+            for start in starts
+        ]
         return made
 
     def publish(self) -> None:

@@ -55,7 +55,11 @@ def torch_call(op: str) -> Callable[[Method], Method]:
                 usual_form: Callable[..., Work] = getattr(dist.ProcessGroup, method.__name__)
                 return usual_form(self, *args, **named)
             if number_of_modes():
-                _refuse_trace(op)
+                if PROXIES in sys.modules and sys.modules[PROXIES].get_proxy_mode() is not None:
+                    raise UsageError(
+                        f"make_fx cannot trace c10d::{op} of backend 'shoal': trace with a group "
+                        "of Gloo, dist.new_group(backend='gloo')"
+                    )
                 if refusals:
                     raise refusals[-1]
             for watch in watchers:
@@ -68,11 +72,3 @@ def torch_call(op: str) -> Callable[[Method], Method]:
         return cast("Method", call)
 
     return decorate
-
-
-def _refuse_trace(op: str) -> None:
-    if PROXIES in sys.modules and sys.modules[PROXIES].get_proxy_mode() is not None:
-        raise UsageError(
-            f"make_fx cannot trace c10d::{op} of backend 'shoal': trace with a group of Gloo, "
-            "dist.new_group(backend='gloo')"
-        )

@@ -171,30 +171,27 @@ class Waiter:
     def until_without_spinning(self, condition: Condition, phase: Any, opts: Any = None) -> None:
         """Wait like `until`, but asleep from the beginning."""
         start_s = time.monotonic()
+        limit_s = self._limit_s(opts)
+        check_at_s = start_s + HEALTH_EVERY_S
         try:
-            self._sleep_until(condition, phase, opts, start_s)
+            while not condition(phase):
+                self._sleep(phase, HEALTH_EVERY_S)
+                now_s = time.monotonic()
+                # A sleep also ends when one of several late ranks has come. The system is asked
+                # about the processes only when the time has passed.
+                is_due = now_s >= check_at_s or self.board.failure() is not None
+                if is_due and not condition(phase):
+                    check_at_s = now_s + HEALTH_EVERY_S
+                    self._check_health(condition, phase)
+                    if now_s > self._leave_at_s:
+                        call = self.board.call.describe()
+                        raise CollectiveFailed(
+                            f"this rank left its group before {call} was complete."
+                        )
+                    if now_s > start_s + limit_s and not condition(phase):
+                        raise CollectiveFailed(self._timeout_text(phase, limit_s))
         finally:
             self._progress.add_waited(int((time.monotonic() - start_s) * 1e9))
-
-    def _sleep_until(self, condition: Condition, phase: Any, opts: Any, start_s: float) -> None:
-        limit_s = self._limit_s(opts)
-        end_s = start_s + limit_s
-        check_at_s = start_s + HEALTH_EVERY_S
-        while not condition(phase):
-            self._sleep(phase, HEALTH_EVERY_S)
-            now_s = time.monotonic()
-            # A sleep also ends when one of several late ranks has come. The system is asked about
-            # the processes only when the time has passed.
-            if (now_s >= check_at_s or self.board.failure() is not None) and not condition(phase):
-                check_at_s = now_s + HEALTH_EVERY_S
-                self._check_health(condition, phase)
-                if now_s > self._leave_at_s:
-                    raise CollectiveFailed(
-                        f"this rank left its group before {self.board.call.describe()} was "
-                        "complete."
-                    )
-                if now_s > end_s and not condition(phase):
-                    raise CollectiveFailed(self._timeout_text(phase, limit_s))
 
     def _check_health(self, condition: Condition, phase: Any) -> None:
         """Raise PeerLost if a rank has given up, or a late rank has ended."""
