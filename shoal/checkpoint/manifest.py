@@ -145,7 +145,13 @@ def problems(directory: Path, compare: bool = True) -> list[str]:
         if reason := untrusted_reason(directory):
             return [reason]
         listed = read(directory).files
-        return [*_unlisted_files(directory, listed), *_defects(directory, listed, compare)]
+        # NFS keeps a removed file that is still open, under such a name.
+        present = {name for name in os.listdir(directory) if not name.startswith(".nfs")}
+        unlisted = sorted(present - set(listed) - {FILE_NAME})
+        return [
+            *(f"{directory / name} is not in the manifest" for name in unlisted),
+            *_defects(directory, listed, compare),
+        ]
     except (OSError, CheckpointError) as error:
         return [str(error)]
 
@@ -179,13 +185,6 @@ def _parsed(document: Any, path: Path) -> Manifest:
             f"{path} is of step {manifest.step}, which is not what its directory is called"
         )
     return manifest
-
-
-def _unlisted_files(directory: Path, listed: Mapping[str, StoredFile]) -> list[str]:
-    # NFS keeps a removed file that is still open, under such a name.
-    present = {name for name in os.listdir(directory) if not name.startswith(".nfs")}
-    names = sorted(present - set(listed) - {FILE_NAME})
-    return [f"{directory / name} is not in the manifest" for name in names]
 
 
 def _defects(directory: Path, listed: Mapping[str, StoredFile], compare: bool) -> list[str]:

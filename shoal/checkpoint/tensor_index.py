@@ -64,7 +64,18 @@ def file_name(rank: int) -> str:
 
 def held_chunks(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     """Return what this rank holds of each tensor, as JSON values: shape, dtype, and its chunk."""
-    return {name: _held(tensor) for name, tensor in tensors.items()}
+    held = {}
+    for name, tensor in tensors.items():
+        offsets, shape = [0] * tensor.dim(), list(tensor.shape)
+        if isinstance(tensor, DTensor):
+            offsets, shape = place_of_shard(tensor)
+        held[name] = {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "full_shape": list(tensor.shape),
+            "offsets": offsets,
+            "shape": shape,
+        }
+    return held
 
 
 def place_of_shard(tensor: DTensor) -> tuple[list[int], list[int]]:
@@ -144,18 +155,6 @@ def stored(directory: Path) -> dict[str, TensorEntry]:
         raise CheckpointError(
             f"the index of {directory} cannot be read ({type(error).__name__}: {error})"
         ) from error
-
-
-def _held(tensor: Tensor) -> dict[str, Any]:
-    offsets, shape = [0] * tensor.dim(), list(tensor.shape)
-    if isinstance(tensor, DTensor):
-        offsets, shape = place_of_shard(tensor)
-    return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "full_shape": list(tensor.shape),
-        "offsets": offsets,
-        "shape": shape,
-    }
 
 
 def _entry(directory: Path, name: str, fields: Mapping[str, Any]) -> TensorEntry:

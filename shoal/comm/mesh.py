@@ -74,13 +74,15 @@ class Mesh(Axis):
         _check_sizes(self.place, degrees)
         if self.helper_spawner is not None and not helpers:
             self.helper_spawner.close()
-        is_divided = degrees.data(self.size) < self.size
-        return replace(
-            self,
-            helper_spawner=self.helper_spawner if helpers else None,
-            degrees=degrees,
-            axes=_axes(self.place, self.device, degrees) if is_divided else None,
-        )
+        data, axes = degrees.data(self.size), None
+        if data < self.size:
+            axes = Axes(
+                pipeline=_axis(self, degrees.pipeline, data * degrees.tensor),
+                data=_axis(self, data, degrees.tensor),
+                tensor=_axis(self, degrees.tensor, 1),
+            )
+        spawner = self.helper_spawner if helpers else None
+        return replace(self, helper_spawner=spawner, degrees=degrees, axes=axes)
 
     @property
     def data(self) -> Axis:
@@ -120,7 +122,9 @@ class Mesh(Axis):
             if axis is None:
                 groups[name] = new_group(groups_along(self.size, size, stride))
             else:
-                groups[name] = axis.group or _world_group()
+                group = axis.group or dist.group.WORLD
+                assert group is not None
+                groups[name] = group
         shape = [sizes[name] for name in groups]
         ranks = torch.arange(self.size).view(shape)
         return DeviceMesh.from_group(
@@ -241,12 +245,6 @@ def join_world(place: RankInfo, backend: str, timeout: timedelta) -> None:
     )
 
 
-def _world_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 def _check_sizes(place: RankInfo, degrees: ParallelDims) -> None:
     """Raise StrategyRefused if the world cannot have these sizes."""
     sentences = problems(degrees, place.world, place.local_world)
@@ -260,21 +258,12 @@ def _check_sizes(place: RankInfo, degrees: ParallelDims) -> None:
         raise StrategyRefused("\n".join(sentences))
 
 
-def _axes(place: RankInfo, device: torch.device, degrees: ParallelDims) -> Axes:
-    """Make the three axes. Collective."""
-    data = degrees.data(place.world)
-    return Axes(
-        pipeline=_axis(place, device, degrees.pipeline, data * degrees.tensor),
-        data=_axis(place, device, data, degrees.tensor),
-        tensor=_axis(place, device, degrees.tensor, 1),
-    )
-
-
-def _axis(place: RankInfo, device: torch.device, size: int, stride: int) -> Axis:
-    all_groups = groups_along(place.world, size, stride)
+def _axis(world: Axis, size: int, stride: int) -> Axis:
+    """Make an axis. Collective."""
+    all_groups = groups_along(world.size, size, stride)
     # An axis of one rank needs no group, and that of all ranks uses the default group.
-    group = new_group(all_groups) if 1 < size < place.world else None
-    return Axis(place.rank // stride % size, size, device, all_groups, group)
+    group = new_group(all_groups) if 1 < size < world.size else None
+    return Axis(world.rank // stride % size, size, world.device, all_groups, group)
 
 
 def _device(place: RankInfo) -> torch.device:

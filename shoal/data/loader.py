@@ -228,7 +228,13 @@ class EvaluationBatches:
 
     def _fetched(self, loader: DataLoader) -> Iterator[EvaluationBatch]:
         """Yield this rank's batches of map-style data; the others are not fetched."""
-        batches = _index_batches(loader)
+        size = loader.batch_size
+        if size is None:
+            batches = list(IndexBatches(loader, 0).remaining(0, 0))
+        else:
+            rows = _rows_read(loader)
+            cuts = [(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+            batches = [IndexBatch(0, stop, tuple(rows[start:stop])) for start, stop in cuts]
         self.total = len(batches)
         own = batches[self._rank :: self._ranks]
         ready = IndexBatches(loader, 0).are_ready
@@ -257,16 +263,6 @@ class EvaluationBatches:
     def _joins_last(self) -> bool:
         """Return True if this rank joins the last batch of others, uncounted."""
         return self._joins and self._rank >= self.total % self._ranks > 0
-
-
-def _index_batches(loader: DataLoader) -> list[IndexBatch]:
-    if loader.batch_size is None:
-        return list(IndexBatches(loader, 0).remaining(0, 0))
-    size, rows = loader.batch_size, _rows_read(loader)
-    stops = (min(start + size, len(rows)) for start in range(0, len(rows), size))
-    return [
-        IndexBatch(0, stop, tuple(rows[number * size : stop])) for number, stop in enumerate(stops)
-    ]
 
 
 def _rows_read(loader: DataLoader) -> Sequence[Hashable]:

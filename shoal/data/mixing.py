@@ -80,8 +80,8 @@ def cutmix(first: Tensor, second: Tensor, share: float) -> tuple[Tensor, float]:
     if first.dim() < 3:
         raise DataError(
             "cutmix pastes rectangles and needs images (channels, height, width); the samples of "
-            "this data set have "
-            f"the shape {tuple(first.shape)}. Set train.cutmix=0; train.mixup works with any shape."
+            f"this data set have the shape {tuple(first.shape)}. Set train.cutmix=0; train.mixup "
+            "works with any shape."
         )
     height, width = first.shape[-2:]
     side = (1 - share) ** 0.5

@@ -81,11 +81,9 @@ def load(config: DataConfig, seed: int) -> Source:
     if not len(train) or not len(validation):
         raise DataError(
             f"stdlib: the source text of Python's standard library in {root} has "
-            f"{len(texts[False]):,} bytes for "
-            f"training and {len(texts[True]):,} for validation, which is not one window of "
-            f"data.sequence_length={config.sequence_length:,}. Take a shorter one, or a Python "
-            "that came with its "
-            f"source files."
+            f"{len(texts[False]):,} bytes for training and {len(texts[True]):,} for validation, "
+            f"which is not one window of data.sequence_length={config.sequence_length:,}. Take a "
+            "shorter one, or a Python that came with its source files."
         )
     return Source(
         train, validation, "language", num_classes=256, input_shape=(config.sequence_length,)

@@ -88,10 +88,8 @@ def _classes(directories: list[Path]) -> list[str]:
     if missing:
         raise DataError(
             f"imagefolder: there is no directory {' and no '.join(missing)}. One directory a class "
-            "belongs there, with "
-            f"its images in it: {directories[0] / 'CLASS' / 'NAME.JPEG'}. data.path, "
-            "data.train_split and "
-            f"data.validation_split say where to look."
+            f"belongs there, with its images in it: {directories[0] / 'CLASS' / 'NAME.JPEG'}. "
+            "data.path, data.train_split and data.validation_split say where to look."
         )
     train, validation = (
         {entry.name for entry in os.scandir(path) if entry.is_dir()} for path in directories

@@ -300,7 +300,7 @@ def mark_sample_lists(batch: Any, is_samples: IsSamples, raises: bool = True) ->
 
     Raises: UsageError: nothing tells what a list holds.
     """
-    if not _has_unclear(batch):
+    if not any(map(_is_unclear, _nests_in(batch))):
         return batch
 
     def marked(value: Any) -> Any:
@@ -310,7 +310,13 @@ def mark_sample_lists(batch: Any, is_samples: IsSamples, raises: bool = True) ->
         if answer is None and _has_sample_list(batch, len(value)):
             answer = True
         if answer is None and raises and not are_tensors(value):
-            raise _unclear_error(value)
+            count, kind = len(value), type(value[0]).__name__
+            raise UsageError(
+                f"a {type(value).__name__} of {count} entries ({kind}) whose tensors have {count} "
+                f"rows each can hold {count} samples or {count} columns, and nothing tells which. "
+                "For columns, put them into a dict, with a name for each. For samples, prepare a "
+                "DataLoader whose collate_fn makes such lists: then it is known."
+            )
         return SampleList(value) if answer else value
 
     return marked(batch)
@@ -325,11 +331,6 @@ def holds_samples(of_one: Any, length: int) -> bool | None:
     if length in lengths:
         return False
     return True if 1 in lengths else None
-
-
-def _has_unclear(value: Any) -> bool:
-    items = items_of(value)
-    return items is not None and (_is_unclear(value) or any(map(_has_unclear, items)))
 
 
 def _is_unclear(value: Any) -> bool:
@@ -355,14 +356,4 @@ def _has_sample_list(batch: Any, length: int) -> bool:
         and is_per_sample(nest, length)
         and any(True for _ in tensors_in(nest))
         for nest in _nests_in(batch)
-    )
-
-
-def _unclear_error(value: Any) -> UsageError:
-    count, kind = len(value), type(value[0]).__name__
-    return UsageError(
-        f"a {type(value).__name__} of {count} entries ({kind}) whose tensors have {count} rows "
-        f"each can hold {count} samples or {count} columns, and nothing tells which. For columns, "
-        "put them into a dict, with a name for each. For samples, prepare a DataLoader whose "
-        "collate_fn makes such lists: then it is known."
     )

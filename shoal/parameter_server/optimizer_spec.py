@@ -61,9 +61,9 @@ def recipe_of(optimizer: Optimizer) -> OptimizerSpec:
     if not is_elementwise(kind):
         raise StrategyRefused(
             f"{kind.__name__} cannot run on parameter servers: they hold pieces of parameters, and "
-            "only an optimizer "
-            "that treats every number by itself gives the same result on pieces. Use one of "
-            f"{', '.join(ELEMENTWISE_OPTIMIZERS)}. {declaration(kind, 'elementwise')}".rstrip()
+            "only an optimizer that treats every number by itself gives the same result on pieces. "
+            f"Use one of {', '.join(ELEMENTWISE_OPTIMIZERS)}. "
+            f"{declaration(kind, 'elementwise')}".rstrip()
         )
     name_of_kind(kind)
     spec = OptimizerSpec(kind, [settings_of(group) for group in optimizer.param_groups])

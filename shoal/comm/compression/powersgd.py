@@ -44,7 +44,6 @@ class _LowRank:
     gradient: Tensor  # (n, m), a view of the bucket; the result is written here
     m: Tensor  # M, (n, m)
     p: Tensor  # (n, r)
-    q: Tensor  # (m, r)
 
 
 class PowerSgd(CompressedReducer):
@@ -80,8 +79,10 @@ class PowerSgd(CompressedReducer):
             matrix.p = torch.linalg.qr(p).Q if bool(p.isfinite().all()) else p
         q_means = _means([matrix.m.T @ matrix.p for matrix in matrices], group)  # [2]
         for matrix, q in zip(matrices, q_means, strict=True):
-            matrix.q = q
-            self._write_result(matrix)  # [3]
+            matrix.gradient.copy_(matrix.p @ q.T)  # [3]
+            # The bucket may have a narrower dtype; the residual includes that rounding.
+            self.drafts["left_out."][matrix.name] = (matrix.m - matrix.gradient).flatten()
+            self.drafts["guess."][matrix.name] = q
         self.finite = self.finite and bool(flat.isfinite().all())
 
     def _compute_p(self, member: BucketEntry, piece: Tensor) -> _LowRank:
@@ -97,15 +98,7 @@ class PowerSgd(CompressedReducer):
             # The seed is the name, so that Q is the same on all ranks and in every run.
             generator = torch.Generator().manual_seed(zlib.crc32(member.name.encode()))
             guess = torch.randn(m.shape[1], self.rank, generator=generator, dtype=torch.float64)
-        q = guess.to(m.device, dtype)
-        return _LowRank(member.name, gradient, m, m @ q, q)
-
-    def _write_result(self, matrix: _LowRank) -> None:
-        """Write P Q^T into the bucket, and draft the residual."""
-        matrix.gradient.copy_(matrix.p @ matrix.q.T)
-        # The bucket may have a narrower dtype; the residual includes that rounding.
-        self.drafts["left_out."][matrix.name] = (matrix.m - matrix.gradient).flatten()
-        self.drafts["guess."][matrix.name] = matrix.q
+        return _LowRank(member.name, gradient, m, m @ guess.to(m.device, dtype))
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         super().load(state)

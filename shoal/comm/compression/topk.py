@@ -70,7 +70,13 @@ class TopK:
     def decode(self, message: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         selected = self.num_selected(count)
         values, indices = read(message, (dtype, selected), (torch.int32, selected))
-        _check_indices(indices, count)
+        if selected and not (
+            indices[0] >= 0 and indices[-1] < count and (indices[1:] > indices[:-1]).all()
+        ):
+            raise UsageError(
+                f"a message of topk names places that do not ascend from 0 to {count - 1:,}: it is "
+                "damaged."
+            )
         gradient = torch.zeros(count, dtype=dtype, device=message.device)
         gradient[indices.long()] = values
         return gradient
@@ -105,14 +111,3 @@ def _candidates(magnitudes: Tensor, k: int) -> Tensor:
     if len(candidates) >= k:
         return candidates
     return torch.arange(len(magnitudes), device=magnitudes.device)
-
-
-def _check_indices(indices: Tensor, count: int) -> None:
-    """Raise UsageError unless `indices` ascend within 0 to `count` - 1."""
-    if len(indices) and not (
-        indices[0] >= 0 and indices[-1] < count and (indices[1:] > indices[:-1]).all()
-    ):
-        raise UsageError(
-            f"a message of topk names places that do not ascend from 0 to {count - 1:,}: it is "
-            "damaged."
-        )

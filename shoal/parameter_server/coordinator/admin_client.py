@@ -119,8 +119,7 @@ class AdminClient:
             time.sleep(RETRY_S)
         raise ServerLost(
             f"the partitions are still on their way after {MIGRATION_LIMIT_S:g} s. See "
-            "`shoal servers RUN list`; "
-            "training goes on."
+            "`shoal servers RUN list`; training goes on."
         )
 
 

@@ -170,7 +170,13 @@ class WorkerRequests:
         """Send an answer to its worker."""
         match message:
             case PullResponse(worker, partition, clock, min_clock):
-                flags, payload = self._pack_values(message)
+                # Nothing for shared memory, changed blocks, or all values.
+                flags, blocks = 0, message.changed_blocks
+                payload: Payload = message.values
+                if worker in self._sharing:
+                    flags, payload = SHARED, b""
+                elif blocks is not None and sparse_blocks.are_few(blocks):
+                    flags, payload = BLOCKS, sparse_blocks.pack(message.values, blocks)
                 self._post(
                     worker,
                     Op.PARAMS,
@@ -189,15 +195,6 @@ class WorkerRequests:
                 self._post(worker, Op.GRADIENT, gradient, partition=partition)
             case LoadDone(worker, partition):
                 self._post(worker, Op.LOAD, b"", partition=partition)
-
-    def _pack_values(self, response: PullResponse) -> tuple[int, Payload]:
-        """Return flags and payload: nothing for shared memory, changed blocks, or all values."""
-        if response.worker in self._sharing:
-            return SHARED, b""
-        blocks = response.changed_blocks
-        if blocks is not None and sparse_blocks.are_few(blocks):
-            return BLOCKS, sparse_blocks.pack(response.values, blocks)
-        return 0, response.values
 
     def _post(self, number: int, op: Op, payload: Payload, **fields: int) -> None:
         peer = self._peers.get(number)

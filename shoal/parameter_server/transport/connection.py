@@ -18,6 +18,7 @@ server   values, the first partition's first        The partition that a backwar
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import queue
@@ -127,8 +128,10 @@ class Connection:
         with self._posting:
             if self._unsent or not isinstance(body, bytes) or len(body) > INLINE_SEND_BYTES:
                 self._put(_priority(header), (pack(header), body))
-            elif not self._try_send(pack(header) + body):
-                self._put(-math.inf, ())  # the rest of the frame must come next
+                return
+            with contextlib.suppress(WireError):  # nothing can be sent any more
+                if not self._stream.try_send(pack(header) + body):
+                    self._put(-math.inf, ())  # the rest of the frame must come next
 
     def receive(self, place: Place) -> tuple[Header, memoryview]:
         """Wait for one frame, in one thread at a time.
@@ -184,12 +187,6 @@ class Connection:
     def _put(self, priority: float, buffers: tuple[bytes | memoryview, ...]) -> None:
         self._unsent += 1
         self._queue.put((priority, next(self._sequence), buffers))
-
-    def _try_send(self, frame: bytes) -> bool:
-        try:
-            return self._stream.try_send(frame)
-        except WireError:
-            return True  # nothing can be sent any more
 
     def _run(self) -> None:
         while (buffers := self._queue.get()[2]) is not None:
