@@ -19,7 +19,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from shoal.data.batch_fetcher import Collate
-from shoal.data.batch_shards import share_batch
+from shoal.data.batch_shards import BatchRegistry, BatchShard, share_batch
 from shoal.data.loader import shard_batches
 from shoal.data.sharded_loader import OWN_ROWS_NOTE
 from shoal.data.tree_map import tensors_in
@@ -312,3 +312,15 @@ def test_a_sequential_batch_sampler_knows_its_length() -> None:
     sampler = BatchSampler(SequentialSampler(Numbers()), 5, False)
     loader: Any = shard_batches(DataLoader(Numbers(), batch_sampler=sampler), 0, 2, seed=0)
     assert len(loader) == 5
+
+
+def test_a_new_tensor_is_not_taken_for_one_that_is_gone() -> None:
+    yielded, gone = BatchRegistry(), set()
+    for _ in range(100):
+        tensor = torch.zeros(1)
+        gone.add(id(tensor))
+        yielded.remember([tensor], BatchShard(0, 1, 1, 1))
+        del tensor
+    new = [torch.zeros(1) for _ in range(100)]
+    assert gone & {id(tensor) for tensor in new}, "Python gives ids out again"
+    assert not any(map(yielded.shard_of, new))

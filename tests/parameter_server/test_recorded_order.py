@@ -10,16 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal.errors import RecordError
+from shoal.errors import RecordError, UsageError
 from shoal.parameter_server.events import Outgoing, PullResponse, StepRequest
 from shoal.parameter_server.node.event_log import PIECE_EVENTS, Event, EventLog
 from shoal.parameter_server.node.partition_state import PartitionState
 from shoal.parameter_server.node.shard import Shard
-from shoal.parameter_server.optimizer_spec import OptimizerSpec, Settings
+from shoal.parameter_server.optimizer_spec import OptimizerSpec, Settings, recipe_of
 from shoal.parameter_server.partitioning import ParamMeta, partition
-from shoal.parameter_server.recorded_order import RecordedOrder, ReplayStep
+from shoal.parameter_server.recorded_order import RecordedOrder, ReplayClient, ReplayStep
+from shoal.parameter_server.worker.flat_params import FlatParams
 
 WORKERS, STEPS = 3, 4
 PARTS = partition({name: ParamMeta(4, torch.float64, 0) for name in "abc"}, part_bytes=32)
@@ -259,3 +260,24 @@ def test_notes_are_kept_until_they_are_known_to_have_arrived() -> None:
     assert history.chunk(0) == (0, events[:PIECE_EVENTS], True)
     assert history.chunk(PIECE_EVENTS) == (PIECE_EVENTS, events[PIECE_EVENTS:], False)
     assert history.chunk(PIECE_EVENTS + 2) == (PIECE_EVENTS + 2, [], False)
+
+
+def replayed(held: list[PartitionState]) -> ReplayClient:
+    """A client of one part, whose values are ones."""
+    parameter = nn.Parameter(torch.ones(4))
+    flat = FlatParams({"weight": parameter}, partition({"weight": ParamMeta(4, torch.float32, 0)}))
+    recipe = recipe_of(torch.optim.SGD([parameter], lr=0.5, momentum=0.9))
+    return ReplayClient(flat, recipe, held, None)
+
+
+def test_a_step_shows_what_was_pushed_and_needs_no_answer() -> None:
+    client = replayed([])
+    gradient = torch.arange(4.0)
+    client.push(0, gradient, b"\1")
+    client.request_step(StepRequest([{"lr": 0.1}], 0.3))
+    client.wait([0])
+    stepped = client.stepped()
+    assert stepped.gradients[0] == (gradient, b"\1")
+    assert stepped.order == StepRequest([{"lr": 0.1}], 0.3)
+    with pytest.raises(UsageError, match="pushed nothing, or not everything"):
+        client.stepped()
