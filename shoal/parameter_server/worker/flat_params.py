@@ -109,7 +109,13 @@ class FlatParams:
                         continue
                     flat = joined.setdefault(key, torch.empty(parameter.numel(), dtype=value.dtype))
                     flat[segment.start : segment.start + segment.length] = value
-        return {key: _shaped(value, parameter).contiguous() for key, value in joined.items()}
+        shape, strides = parameter.shape, _strides(parameter)
+        return {
+            key: value.as_strided(shape, strides).contiguous()
+            if isinstance(value, Tensor) and value.dim()
+            else value
+            for key, value in joined.items()
+        }
 
     def scatter(self, states: Callable[[str], Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
         """Divide states among all partitions: each segment gets its slice of its parameter's
@@ -153,15 +159,8 @@ def _strides(parameter: Tensor) -> tuple[int, ...]:
     return dense.stride()
 
 
-def _shaped(value: Any, parameter: Tensor) -> Any:
-    """Return values in memory order as a view of the parameter's shape."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
-    return value.as_strided(parameter.shape, _strides(parameter))
-
-
 def _to_flat_order(key: str, value: Any, parameter: Tensor) -> Any:
-    """Return values in the parameter's memory order, flat: the inverse of `_shaped`."""
+    """Return values in the parameter's memory order, flat: the inverse of `gather`."""
     if not isinstance(value, Tensor) or (
         value.dim() == 0 and (parameter.dim() > 0 or key in COUNTERS)
     ):

@@ -66,3 +66,11 @@ def test_a_gradient_that_is_to_be_conjugated_has_to_be_copied():
     gradient = torch.randn(6, 4, dtype=torch.complex64)
     assert flat.flat_gradient_or_none(flat.parts[0].segments[0], gradient) is not None
     assert flat.flat_gradient_or_none(flat.parts[0].segments[0], gradient.conj()) is None
+
+
+def test_plain_numbers_of_an_optimizers_state_stay_numbers():
+    flat = flat_of(nn.Parameter(torch.zeros(6, 4)))
+    state = {"count": 3, "step": torch.tensor(2.0), "mean": torch.arange(24.0).view(6, 4)}
+    found = flat.gather("weight", dict(enumerate(flat.scatter(lambda _: state))))
+    assert (found["count"], found["step"]) == (3, 2.0)
+    assert torch.equal(found["mean"], state["mean"])
