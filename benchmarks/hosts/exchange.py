@@ -30,8 +30,9 @@ from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, sett
 from shoal.parameter_server.partitioning import ParamMeta, Partition, assign, partition
 from shoal.parameter_server.transport.key import read_key
 from shoal.parameter_server.transport.settings import Transport
+from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
-from shoal.parameter_server.worker.socket_network import connect_to_servers
+from shoal.parameter_server.worker.socket_network import SocketNetwork
 from shoal.platform.tensors import MIB
 
 from .namespaces import address
@@ -113,7 +114,8 @@ def worker(
     weight, optimizer = work.model()
     parts = work.parts
     flat = FlatParams({"weight": weight}, parts)
-    client = connect_to_servers(rank, flat, coordinator, job.transport, shares=False)
+    network = SocketNetwork(rank, coordinator, job.transport, flat, shares=False)
+    client = WorkerClient(flat, network)
     if rank == 0:
         client.load([[{}] for _ in parts])
     client.mark_current()

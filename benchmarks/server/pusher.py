@@ -25,8 +25,9 @@ from shoal.parameter_server.optimizer_spec import recipe_of
 from shoal.parameter_server.partitioning import ParamMeta, assign, partition, partition_bytes
 from shoal.parameter_server.transport.key import new_key_file, read_key
 from shoal.parameter_server.transport.settings import Transport
+from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
-from shoal.parameter_server.worker.socket_network import connect_to_servers
+from shoal.parameter_server.worker.socket_network import SocketNetwork
 
 
 class Replace(torch.optim.Optimizer):
@@ -81,7 +82,8 @@ class Pusher:
             told.with_suffix(".tmp").rename(told)
         _await(told)
         address = tuple(json.loads(told.read_text()))
-        self.client = connect_to_servers(index, self.flat, address, self._transport(), shares=False)
+        network = SocketNetwork(index, address, self._transport(), self.flat, shares=False)
+        self.client = WorkerClient(self.flat, network)
         self.pieces = gradient.split([part.length for part in self.parts])
         self.present = [b"\1" * len(part.segments) for part in self.parts]
         if index == 0:

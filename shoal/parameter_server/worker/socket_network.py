@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from shoal.errors import ServerLost, WireError
 from shoal.parameter_server import sparse_blocks
@@ -43,37 +43,6 @@ from shoal.parameter_server.worker.session import (
     ValuesMessage,
 )
 from shoal.shm_backend.segment import Segment, attach
-from shoal.trace.recorder import Recorder
-
-
-def connect_to_servers(
-    worker: int,
-    flat: FlatParams,
-    coordinator: Address,
-    transport: Transport,
-    *,
-    staleness: int | None = 0,
-    shares: bool = True,
-    recorder: Recorder | None = None,
-    awaited: tuple[int, ...] = (),
-) -> WorkerClient:
-    """Return a client with connections to all shards.
-
-    Args:
-        worker: its id among the workers of the same servers.
-        flat: this worker's memory, into which values are received.
-        coordinator: the address of the coordinator.
-        transport: settings of the job.
-        staleness: number of the slowest worker's steps that values may lack; None for any.
-        shares: True to let servers of this machine read gradients in this worker's memory.
-        recorder, awaited: see `WorkerClient`.
-
-    Raises: ServerLost: the coordinator does not answer.
-    """
-    read_at = read_offsets(flat.parts, worker, staleness)
-    transport = transport.for_parts(flat.parts)
-    network = SocketNetwork(worker, coordinator, transport, flat, read_at, shares)
-    return WorkerClient(flat, network, staleness, recorder, awaited)
 
 
 class SocketNetwork:
@@ -82,14 +51,15 @@ class SocketNetwork:
     Args:
         worker: its id among the workers of the same servers.
         coordinator: the address of the coordinator.
-        transport: settings of the job, with a size limit for the partitions.
+        transport: settings of the job.
         flat: the memory for new values, and shared memory for gradients.
-        read_at: offset of each partition in the shared memory of a server of this machine, in
-            bytes.
+        staleness: number of the slowest worker's steps that values may lack; None for any.
         shares: servers of this machine may read gradients in `flat`.
 
     Attributes:
         owner: the client, whose session it serves.
+        read_at: offset of each partition in the shared memory of a server of this machine, in
+            bytes.
         views: source of views, which name the primary of each shard.
     """
 
@@ -101,13 +71,13 @@ class SocketNetwork:
         coordinator: Address,
         transport: Transport,
         flat: FlatParams,
-        read_at: Sequence[int],
-        shares: bool,
+        staleness: int | None = 0,
+        shares: bool = True,
     ) -> None:
         self.worker = worker
-        self.transport = transport
+        self.transport = transport.for_parts(flat.parts)
         self.flat = flat
-        self.read_at = read_at
+        self.read_at = read_offsets(flat.parts, worker, staleness)
         self.shares = shares
         self._coordinator = coordinator
         self._connections: dict[int, ShardConnection] = {}
@@ -116,7 +86,7 @@ class SocketNetwork:
         self.views = ClusterWatcher(
             worker,
             coordinator,
-            transport,
+            self.transport,
             changed=self._on_view,
             placed=self._on_placement,
             answered=lambda _: self._has_left.set(),

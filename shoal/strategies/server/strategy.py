@@ -35,7 +35,7 @@ from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.partitioning import ParamMeta, assign, partition, partition_bytes
 from shoal.parameter_server.transport.key import MISSING_PACKAGE, can_encrypt
 from shoal.parameter_server.worker.client import WorkerClient
-from shoal.parameter_server.worker.socket_network import connect_to_servers
+from shoal.parameter_server.worker.socket_network import SocketNetwork
 from shoal.platform.tensors import MIB
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.grad_checks import check_real_parameters
@@ -183,16 +183,10 @@ def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
     coordinator = engine.launcher.start(job)
     # Ranks whose pushes a step waits for, in the trace.
     ranks = range(engine.mesh.size) if engine.is_synchronous else ()
-    client = connect_to_servers(
-        engine.mesh.rank,
-        flat,
-        coordinator,
-        transport,
-        staleness=staleness,
-        shares=options.shared_memory and engine.compression is None,
-        recorder=engine.mesh.recorder,
-        awaited=tuple(rank for rank in ranks if rank != engine.mesh.rank),
-    )
+    awaited = tuple(rank for rank in ranks if rank != engine.mesh.rank)
+    shares = options.shared_memory and engine.compression is None
+    network = SocketNetwork(engine.mesh.rank, coordinator, transport, flat, staleness, shares)
+    client = WorkerClient(flat, network, staleness, engine.mesh.recorder, awaited)
     engine.end = finalize(engine, _close_unused, client, engine.launcher)
     engine.end.atexit = False
     return client

@@ -20,6 +20,7 @@ from shoal.errors import ConnectionLost, ServerLost
 from shoal.parameter_server.codec import SHARED, Op
 from shoal.parameter_server.coordinator.coordinator import Placement, View
 from shoal.parameter_server.coordinator.coordinator_server import COORDINATOR
+from shoal.parameter_server.partitioning import ParamMeta, partition
 from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.parameter_server.transport.key import Key
 from shoal.parameter_server.transport.settings import UNIX, Transport, address_of, listen
@@ -28,6 +29,7 @@ from shoal.parameter_server.worker.socket_network import SocketNetwork
 from shoal.shm_backend.segment import SharedSegment
 
 PART_BYTES = 4 * 2**20
+PARTS = partition({name: ParamMeta(8, torch.float32, 0) for name in "abcd"}, 32)
 PRIMARY = 7
 TRANSPORT = Transport(Key(KEY), "job", limit_bytes=2 * PART_BYTES)
 
@@ -54,9 +56,8 @@ class Worker:
         self.owner = Owner(4)
         self.listener = listen(UNIX)
         coordinator = listen(UNIX)
-        flat: Any = SimpleNamespace(values=[values] * 4, lent=memory, lent_at=lent_at)
-        where = address_of(coordinator)
-        network = SocketNetwork(1, where, TRANSPORT, flat, [0] * 4, shares=bool(lent_at))
+        flat: Any = SimpleNamespace(parts=PARTS, values=[values] * 4, lent=memory, lent_at=lent_at)
+        network = SocketNetwork(1, address_of(coordinator), TRANSPORT, flat, shares=bool(lent_at))
         self.network = network
         with coordinator, beside(network.start, self.owner) as starting:
             self.coordinator = self.accepted(coordinator, COORDINATOR)
