@@ -29,6 +29,7 @@ from shoal.errors import UsageError
 from shoal.platform.script_line import caller, script_frame
 from shoal.strategies.base import LocalBatch
 from shoal.strategies.loss_terms import Counted
+from shoal.trial.batch_rows import OtherRows
 from shoal.trial.loss_graph import takes_pairs
 from shoal.trial.mixed_rows import lie_in_order, mixes_rows
 from shoal.trial.reached import tensors_of
@@ -99,6 +100,7 @@ class LoopWatch(YieldWatch):
         self.drawn = ""
         self._note = note
         self._rows = ReplacedRows()
+        self._other_rows = OtherRows()
         self._calls = 0
         self._batches = 0
         # When the last batch was yielded that is watched.
@@ -111,13 +113,15 @@ class LoopWatch(YieldWatch):
     def begin(self, batch: Any, shard: BatchShard) -> None:
         """Watch what this thread does with a batch that it is given now."""
         self.yielded = shard
+        others = {id(t) for t in self._other_rows.found_in(batch, shard.rows)}
         if not self._is_due:
             return
         self._rows.stop()
         self._rows.of_loss = False
         if self._batches < MOST_BATCHES and shard.rows >= 2:
             self._batches += 1
-            self._rows.copy_rows(_with_rows(batch, shard.rows), *self._choose(shard.rows))
+            rows = [t for t in _with_rows(batch, shard.rows) if id(t) not in others]
+            self._rows.copy_rows(rows, *self._choose(shard.rows))
         self._rows.start()
         self._generators = HostGenerators.now()
         self._of_loop = LoopGenerators(script_frame(caller(), with_packages=False))  # not tqdm's

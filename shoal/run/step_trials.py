@@ -67,6 +67,7 @@ HANDED_ON = (
     "micro-batch of a step. Where it reads them again, such as a hidden state, one device hands "
     "them from batch to batch: use accumulate=1 and no pipeline."
 )
+ROWS_OF_NO_SAMPLE = "a tensor of its batches has other rows than samples"
 DIVIDED = "no rank has the whole models, and they are not put together for it"
 
 
@@ -120,7 +121,7 @@ class StepTrials:
             tensors = tensors_of(batch.step.compute_loss)
             self._first_tensors[code] = [ref(t) for t in tensors]
             self._unprepared = [(t, _grad_version(t)) for t in self._not_prepared(tensors)]
-        self._news.found_in([batch.args, batch.kwargs])
+        self._look_at(batch)
         self._tell(self._try(batch))
         if self._prepared.settings.accumulate > 1 or mesh.pipeline.size > 1:
             self._before_passes = batch, *self._held(batch)
@@ -156,6 +157,10 @@ class StepTrials:
         leaves = (t for t in tensors if t.requires_grad and t.is_leaf)
         return [t for t in leaves if id(t) not in prepared]
 
+    def _look_at(self, batch: LocalBatch) -> bool:
+        arguments = dict(enumerate([*batch.args, *batch.kwargs.values()]))
+        return self._news.found_in(arguments, batch.num_samples)
+
     def later_step(self, batch: LocalBatch) -> None:
         """Try a loss again if the batch has news. Collective where models are divided.
 
@@ -170,7 +175,7 @@ class StepTrials:
         self.tried[code] += 1
         step = self.tried[code]
         is_power = step & (step - 1) == 0
-        self._has_news |= self._news.found_in([batch.args, batch.kwargs])
+        self._has_news |= self._look_at(batch)
         is_tried_again = is_power and step.bit_length() % 4 == 1  # 16, 256, 4096, ...
         written: list[str] = []
         if is_power:  # the script may have changed its numbers
@@ -303,6 +308,8 @@ class StepTrials:
 
         Args: rows: of the batch, this rank's own.
         """
+        if self._news.has_other_rows:  # perhaps as many as samples, by chance
+            return LossVerdict(LossKind.NOT_JUDGED, reason=ROWS_OF_NO_SAMPLE)
         models, settings = self._prepared.models, self._prepared.settings
         drawn_sizes: list[int] = []
         in_parts = settings.accumulate > 1 or self._prepared.mesh.pipeline.size > 1
@@ -329,8 +336,11 @@ class StepTrials:
         """Raise an objection of any rank, or note what this one has found. Collective."""
         mesh = self._prepared.mesh
         own = verdict.text() if verdict.objects else ""
-        objections = [own, *mesh.all_gather_str(own)]
-        if any(objections) and self._has_parts:
+        told = mesh.all_gather_json([own, self._news.has_other_rows])
+        objections = [own, *(text for text, _ in told)]
+        if any(has_other_rows for _, has_other_rows in told):
+            verdict = LossVerdict(LossKind.NOT_JUDGED, reason=ROWS_OF_NO_SAMPLE)
+        elif any(objections) and self._has_parts:
             raise UsageError(next(text for text in objections if text))
         self._note(verdict)
 

@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.tree_map import SampleList, is_per_sample, items_of, tensors_in, tree_map
+from shoal.data.tree_map import (
+    SampleList,
+    is_per_sample,
+    items_of,
+    row_tensors,
+    tensors_in,
+    tree_map,
+)
 from shoal.trial.loss_verdict import CannotTry
 
 _WITHOUT_ROWS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
@@ -101,11 +108,32 @@ MOST_LABELS = 1 << 16
 """Numbers of the largest tensor whose lowest and highest number are looked at."""
 
 
+class OtherRows:
+    """Remembers which tensors of batches have had other rows than samples, as the boxes of all
+    images do: where such a tensor has as many rows as samples, it has them by chance.
+    """
+
+    def __init__(self) -> None:
+        self._places: set[tuple[int, int, int, torch.dtype]] = set()
+
+    def found_in(self, batch: Any, num_samples: int) -> list[Tensor]:
+        """Return such tensors of a batch. Args: num_samples: 0 for a stand-in."""
+        tensors, rows = list(row_tensors({0: batch}, num_samples)), max(num_samples, 1)
+        places = [(len(tensors), i, t.dim(), t.dtype) for i, t in enumerate(tensors)]
+        others = (t.dim() and rows not in t.shape[:2] for t in tensors)
+        self._places.update(
+            place for place, is_other in zip(places, others, strict=True) if is_other
+        )
+        return [t for place, t in zip(places, tensors, strict=True) if place in self._places]
+
+
 class BatchNews:
     """Looks at the batches of a run.
 
-    Attributes: has_padding: a label is below 0, as -100 for what a loss leaves out; none was in the
-        first batch.
+    Attributes:
+        has_padding: a label is below 0, as -100 for what a loss leaves out; none was in the first
+            batch.
+        has_other_rows: the last batch has a tensor whose rows are no samples.
     """
 
     def __init__(self) -> None:
@@ -114,11 +142,14 @@ class BatchNews:
         self._batches = 0
         self._news = 0
         self.has_padding = False
+        self.has_other_rows = False
+        self._other_rows = OtherRows()
 
-    def found_in(self, batch: Any) -> bool:
+    def found_in(self, batch: Any, num_samples: int) -> bool:
         """Return True for a batch with a new shape, or with a label that may mark what a loss
         leaves out: lower or higher than any before, and below 0 or in several places.
         """
+        self.has_other_rows = bool(self._other_rows.found_in(batch, num_samples))
         self._batches += 1
         looks = self._batches <= LOOKS_ALWAYS or self._batches % LOOKS_EVERY == 0
         if not looks or self._news > MOST_NEWS:

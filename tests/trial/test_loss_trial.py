@@ -44,7 +44,7 @@ def test_a_mean_is_tried_in_two_passes_over_its_samples(monkeypatch: pytest.Monk
 def test_a_new_label_is_news_only_where_it_may_be_padding() -> None:
     news = BatchNews()
     seen = [[4, 5, 6, 4], [4, 5, 9, 4], [4, 9, 5, 9], [3, 4, 5, 5], [-100, 4, 5, 6]]
-    is_news = [news.found_in([torch.tensor(each)]) for each in seen]
+    is_news = [news.found_in([torch.tensor(each)], len(each)) for each in seen]
     assert is_news == [True, False, True, False, True]
 
 
