@@ -266,14 +266,8 @@ def error_of_step(error: Exception, batch: LocalBatch, in_parts: bool) -> Except
     """
     rows, whole = batch.num_samples, batch.step.global_batch_size
     is_single = batch.step.sizes_known and whole == 1
-    if "Expected more than 1 value per channel when training" in str(error) and not is_single:
-        return UsageError(
-            f"a BatchNorm was given one sample, of which it can take no variance: {rows} samples "
-            "of this batch came to this rank, and micro-batches divide them further. Use "
-            "sync_batchnorm=True, with the statistics of the whole batch; larger batches, and "
-            "drop_last=True where it is the last one; or fewer micro-batches (accumulate, "
-            "pipeline=N,microbatches=M)."
-        )
+    if not is_single and (found := single_sample_error(error, rows)):
+        return found
     if (in_parts or 0 < rows < whole) and not isinstance(error, ShoalError):
         of_batch = "" if rows == whole else f" (of {whole} in the batch)"
         error.add_note(
@@ -285,3 +279,19 @@ def error_of_step(error: Exception, batch: LocalBatch, in_parts: bool) -> Except
             "of all: run.gather(tensor)."
         )
     return error
+
+
+def single_sample_error(error: BaseException, rows: int) -> UsageError | None:
+    """Return the error of a BatchNorm that was given one of several samples; None for others.
+
+    Args: rows: of the batch, this rank's own.
+    """
+    if "Expected more than 1 value per channel when training" not in str(error):
+        return None
+    return UsageError(
+        f"a BatchNorm was given one sample, of which it can take no variance: {rows} samples "
+        "of this batch came to this rank, and micro-batches divide them further. Use "
+        "sync_batchnorm=True, with the statistics of the whole batch; larger batches, and "
+        "drop_last=True where it is the last one; or fewer micro-batches (accumulate, "
+        "pipeline=N,microbatches=M)."
+    )

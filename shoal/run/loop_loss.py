@@ -25,6 +25,7 @@ from shoal.launch.failure import explanations
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.run.batch_size import StepSizes
+from shoal.run.checks import single_sample_error
 from shoal.run.first_step_notes import ScriptCollectives
 from shoal.run.guards.guarded_models import ModuleHook
 from shoal.run.loop_watch import LoopWatch
@@ -478,11 +479,16 @@ def _in_float32(value: Any) -> Any:
     return value
 
 
-def _explain_size(watch: ref[LoopWatch], error: BaseException, _line: str) -> None:
-    """Add a note to an error of the loop that speaks of the size of a whole batch."""
+def _explain_size(watch: ref[LoopWatch], error: BaseException, _line: str) -> BaseException | None:
+    """Return a better error of a BatchNorm that was given one sample of several, or add a note to
+    an error of the loop that speaks of the size of a whole batch.
+    """
     share = None if (seen := watch()) is None else seen.yielded
     if share is None or isinstance(error, ShoalError) or hasattr(error, "__notes__"):
-        return
+        return None
+    if share.global_rows > 1 and (found := single_sample_error(error, share.rows)):
+        return found
     numbers = re.findall(r"\d+", str(error))
     if 0 < share.rows < share.global_rows and str(share.global_rows) in numbers:
         error.add_note(OF_THIS_RANK.format(rows=share.rows, whole=share.global_rows))
+    return None

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.errors import PeerLost, UsageError
+from shoal.errors import LaunchError, PeerLost, UsageError
 from shoal.testing import world
 
 
@@ -32,6 +32,22 @@ def test_a_batchnorm_with_one_sample_on_a_rank_is_refused_with_cures() -> None:
         for text in found:
             assert text.startswith("a BatchNorm was given one sample")
             assert "sync_batchnorm=True" in text
+
+
+def loop_over_an_uneven_epoch() -> None:
+    run = shoal.init(announce=lambda _: None)
+    net = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(6, 6)), batch_size=4)
+    net, optimizer, batches = run.prepare(net, optimizer, loader)
+    for (x,) in batches:
+        run.backward(net(x).square().mean())
+        optimizer.step()
+
+
+def test_so_is_one_in_the_last_batch_of_a_loop_that_computes_its_loss() -> None:
+    with pytest.raises(LaunchError, match="a BatchNorm was given one sample"):
+        world.run(2, loop_over_an_uneven_epoch)
 
 
 def one_stage_tells(strategy: str) -> str:
