@@ -60,6 +60,12 @@ TABLE = (
     "ranks differ. One device has one, of all samples: compute it from run.gather(tensor), the "
     "same on all ranks."
 )
+FIGURE = (
+    "note: a number that the loop reads ({place}), as loss.item(), is of this rank's samples; "
+    "one device has all of the batch. forward_backward returns the mean loss over all, "
+    "run.evaluate computes figures of all samples, shoal.all_reduce(tensor) sums those of ranks."
+)
+"""Note about a figure of a function's script; `run.backward` has one for every loop."""
 BRANCH = (
     "note: the loop asks a tensor of this rank's samples alone whether something holds ({place}). "
     "One device asks all samples, and here each rank may take another branch. "
@@ -156,6 +162,8 @@ class LoopWatch(YieldWatch):
             return
         is_mixed = self._mixes(self._tensors_of(batch))
         self._note_numbers(batch)
+        for place in [*self._rows.figures][:1]:
+            self._note(FIGURE, place=place)
         for place in [*self._rows.draws][:1]:
             self._note(DRAWN, place=place)
             self.drawn = self.drawn or f"torch ({place})"

@@ -74,17 +74,15 @@ class ReplacedRows(DispatchMode):
 
     Attributes:
         draws: "randn at train.py:12" of each operator that has drawn, in order.
-        own_draws: the same of those that draw by a generator of the script, which ranks have in
-            the same state -> the sizes of what was drawn.
+        own_draws: the same for a generator of the script, alike on all ranks -> sizes drawn.
         of_loss: the operators that run now compute a loss from the outputs of models.
         mixed_place: the line of a loss that takes targets, or other numbers without a gradient,
             which mix samples, or that selects samples by these; "" if none was seen.
-        tables: (place, digest) of other constants that a loss takes, such as a bank of features or
-            the share of each class in the batch.
+        tables: (place, digest) of a loss's other constants: a bank of features, shares of classes.
         pairs: (place, numbers of pairs) where samples were compared with one another, such as
             `output @ targets.T`: (samples, samples, ...).
-        answers: place -> each bool that the script read there from a tensor: for its own rows, and
-            with replaced rows.
+        figures: places where the script read a number that was computed from its samples.
+        answers: place -> bools that the script read there: of its own rows, and of replaced rows.
     """
 
     def __init__(self) -> None:
@@ -155,6 +153,7 @@ class ReplacedRows(DispatchMode):
         """Forget all copies."""
         self.of_loss = False
         self.answers: dict[str, list[tuple[bool, bool]]] = {}
+        self.figures: dict[str, None] = {}
         self.tables: list[tuple[str, int]] = []
         self.pairs: list[tuple[str, Tensor]] = []
         self._known: dict[int, _Memory] = {}
@@ -244,6 +243,7 @@ class ReplacedRows(DispatchMode):
             same, replaced = READ_NUMBER(copies[0]), READ_NUMBER(copies[1])
             if same == number and replaced != number:
                 self._numbers[number] = replaced
+                self.figures[calling_line(caller(2))] = None
         return number
 
     def _look_at_constants(self, func: Any, args: Any, rows: Tensor, frame: FrameType) -> None:

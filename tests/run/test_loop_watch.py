@@ -678,3 +678,38 @@ def test_a_branch_on_a_rank_s_own_samples_is_told_once_and_one_on_all_is_exact()
     assert "(test_loop_watch.py:" in own[0]
     assert untold == of_all == []
     assert_close(weights, whole, rtol=0, atol=1e-12)
+
+
+def notes_on_figures(takes: str) -> list[str]:
+    """Evaluate by hand before each step, and return the notes on figures."""
+    notes: list[str] = []
+    run = shoal.init("ddp", announce=notes.append)
+    torch.manual_seed(1)
+    model = nn.Linear(6, 3, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = run.prepare(model, optimizer)
+
+    def compute_loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    batches = list(data())
+    for number, batch in enumerate(batches):
+        with torch.no_grad():
+            loss = compute_loss(*run.share(batches[number - 1]))
+            if takes == "all":
+                loss = run.gather(loss[None]).mean()
+            assert loss.item() if takes != "none" else loss.ndim == 0
+        optimizer.zero_grad()
+        returned = run.forward_backward(compute_loss, *run.share(batch))
+        assert returned.item() > 0
+        optimizer.step()
+    return [note for note in notes if "a number that the loop reads" in note]
+
+
+def test_a_figure_that_the_loop_computes_by_itself_is_noted_with_its_line() -> None:
+    own, of_all, none = world.run(
+        2, in_turn, notes_on_figures, *((takes,) for takes in ("own", "all", "none"))
+    )[0]
+    assert len(own) == 1
+    assert "(test_loop_watch.py:" in own[0]
+    assert [of_all, none] == [[], []]
