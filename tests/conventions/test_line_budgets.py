@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_570,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 71_220,
+    "tests": 71_250,
     "benchmarks": 8_670,
 }
 SLACK = 0.03
