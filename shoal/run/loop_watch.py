@@ -119,9 +119,9 @@ class LoopWatch(YieldWatch):
     def begin(self, batch: Any, shard: BatchShard) -> None:
         """Watch what this thread does with a batch that it is given now."""
         self.yielded = shard
-        others = {id(t) for t in self._other_rows.found_in(batch, shard.rows)}
         if not self._is_due:
             return
+        others = {id(t) for t in self._other_rows.found_in(batch, shard.rows)}
         self._rows.stop()
         self._rows.of_loss = False
         if self._batches < MOST_BATCHES and shard.rows >= 2:

@@ -149,10 +149,11 @@ class BatchNews:
         """Return True for a batch with a new shape, or with a label that may mark what a loss
         leaves out: lower or higher than any before, and below 0 or in several places.
         """
-        self.has_other_rows = bool(self._other_rows.found_in(batch, num_samples))
         self._batches += 1
-        looks = self._batches <= LOOKS_ALWAYS or self._batches % LOOKS_EVERY == 0
-        if not looks or self._news > MOST_NEWS:
+        if self._batches > LOOKS_ALWAYS and self._batches % LOOKS_EVERY:
+            return False
+        self.has_other_rows = bool(self._other_rows.found_in(batch, num_samples))
+        if self._news > MOST_NEWS:
             return False
         tensors = list(islice(tensors_in(batch), 8))
         shapes = tuple(tensor.shape for tensor in tensors)
