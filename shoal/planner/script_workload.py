@@ -173,6 +173,8 @@ class _Follower:
             (Run, "forward_backward", self._forward_backward),
             (Run, "backward", self._backward_of_run),
             (Run, "microbatches", self._microbatches),
+            (Run, "share", self._share),
+            (Tensor, "item", _figure),
             (DataLoader, "__iter__", self._iterate),
             (ShardedLoader, "__iter__", self._iterate),
             (torch, "save", _do_nothing),
@@ -304,8 +306,8 @@ class _Follower:
             self._end(FirstRun(step, shapes, self._parts))
         if shapes == self._first.shapes:
             raise UsageError(
-                "the script takes its batches from no torch.utils.data.DataLoader, so its loop "
-                f"cannot be counted with other numbers of samples. {CURE}"
+                "the script takes its batches from no torch.utils.data.DataLoader and no "
+                f"run.share, so its loop cannot be counted with other numbers of samples. {CURE}"
             )
         model = _unwrapped(self._model)
         work = work_of_steps(model, self._optimizers_of, self._first.step, step, "")
@@ -315,7 +317,18 @@ class _Follower:
         self._end(Workload(work, model, rows * accumulate, accumulate, note, self._is_loop_loss))
 
     def _iterate(self, original: Any, loader: Any) -> Iterator[Any]:
-        """Yield batches with as many rows as this run counts; their rows come again and again."""
+        """Yield batches with as many rows as this run counts."""
+        self._discard()
+        for batch in original(loader):
+            yield self._resize(batch)
+            self._discard()
+
+    def _share(self, original: Any, run: Run, batch: Any) -> Any:
+        """Return a batch that the script has drawn, with as many rows as this run counts."""
+        return self._resize(original(run, batch))
+
+    def _resize(self, batch: Any) -> Any:
+        """Return a batch whose rows come again and again, as many as this run counts."""
 
         def resize(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -325,12 +338,9 @@ class _Follower:
                 return value[torch.arange(2 * rows) % rows]
             return value
 
-        self._discard()
-        for batch in original(loader):
-            batch = resize(batch)
-            self._batch_bytes = float(sum(tensor.nbytes for tensor in tensors_in(batch)))
-            yield batch
-            self._discard()
+        batch = resize(batch)
+        self._batch_bytes = float(sum(tensor.nbytes for tensor in tensors_in(batch)))
+        return batch
 
     def _discard(self) -> None:
         """Forget what was counted since the last batch: an evaluation or a trial, and no step."""
@@ -345,6 +355,16 @@ class _Follower:
 
 def _do_nothing(*_: Any, **__: Any) -> None:
     """Stand for a function that writes a file, or needs weights."""
+
+
+def _figure(original: Any, tensor: Tensor) -> Any:
+    """Return a number; 1 for a figure of an evaluation before the first step, without a value."""
+    try:
+        return original(tensor)
+    except VALUE_NEEDED:
+        if torch.is_grad_enabled() or not tensor.is_floating_point():
+            raise
+        return 1.0
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

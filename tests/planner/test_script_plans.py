@@ -67,6 +67,22 @@ MICROBATCHES = """\
             run.backward(F.cross_entropy(model(x), y))
         optimizer.step()
     """
+OWN_BATCHES = """\
+    run = shoal.init()
+    model, optimizer = run.prepare(model, optimizer)
+
+    def draw():
+        index = torch.randint(len(data), (12,))
+        return run.share(data[index])
+
+    x, y = draw()
+    while True:
+        with torch.no_grad():
+            print(f"{sum(F.cross_entropy(model(x), y).item() for x, y in [draw()] * 2):.3f}")
+        loss = F.cross_entropy(model(x), y)
+        x, y = draw()
+        run.backward(loss)
+    """
 PLAIN = """\
     model(torch.randn(3, 16))  # a trial, which is no step
     for x, y in loader:
@@ -120,11 +136,19 @@ def planned(batch_size: int, accumulate: int = 1) -> dict[str, Any]:
     [
         pytest.param((HEAD, FUNCTION), 12, marks=pytest.mark.slow),
         ((HEAD, LOOP_OF_RUN), 12),
+        ((HEAD, OWN_BATCHES), 12),
         pytest.param((HEAD, MICROBATCHES), 12, marks=pytest.mark.slow),
         ((HEAD, PLAIN), 12),
         ((HEAD, DISTRIBUTED, PLAIN), 24),  # its batches are those of one rank
     ],
-    ids=["function", "loop of a run", "micro-batches", "plain loop", "DistributedDataParallel"],
+    ids=[
+        "function",
+        "loop of a run",
+        "own batches",
+        "micro-batches",
+        "plain loop",
+        "DistributedDataParallel",
+    ],
 )
 def test_a_script_is_planned_as_its_model_alone(
     script: Path, capsys: pytest.CaptureFixture[str], parts: tuple[str, ...], batch_size: int
@@ -137,7 +161,7 @@ def test_a_script_is_planned_as_its_model_alone(
     memory = memory_of(alone)
     refused = dict(alone["refused"])
     for line in (*memory, *refused):  # a loop has its loss before a stage could ask for it
-        if "pipeline" in line and (LOOP_OF_RUN in parts or MICROBATCHES in parts):
+        if "pipeline" in line and {LOOP_OF_RUN, OWN_BATCHES, MICROBATCHES} & {*parts}:
             memory.pop(line, None)
             refused[line] = LOOP_IN_PIPELINE
         elif "server" in line and MICROBATCHES in parts:
