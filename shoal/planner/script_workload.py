@@ -159,6 +159,7 @@ class _Follower:
         self._model: nn.Module = nn.Module()
         self._inputs: list[Tensor] = []
         self._batch_bytes = 0.0
+        self._batch_rows = 0
         self._is_loop_loss = False
 
     def start(self, stack: ExitStack) -> None:
@@ -174,6 +175,9 @@ class _Follower:
             (Run, "backward", self._backward_of_run),
             (Run, "microbatches", self._microbatches),
             (Run, "share", self._share),
+            (Run, "call", lambda _, __, function, *args, **kw: function(*args, **kw)),
+            (Run, "gather", _rows_of_one_rank),
+            (Run, "weights", lambda *_: as_one_module(self._models).state_dict()),
             (Tensor, "item", _figure),
             (DataLoader, "__iter__", self._iterate),
             (ShardedLoader, "__iter__", self._iterate),
@@ -301,7 +305,7 @@ class _Follower:
         self._passes.close()
         shapes = [tuple(tensor.shape) for tensor in self._inputs]
         batch_bytes = self._batch_bytes / self._parts
-        step = CountedStep(tracer.segments, batch_bytes, self._rows or shapes[0][0])
+        step = CountedStep(tracer.segments, batch_bytes, self._rows or self._samples())
         if self._first is None:
             self._end(FirstRun(step, shapes, self._parts))
         if shapes == self._first.shapes:
@@ -339,8 +343,17 @@ class _Follower:
             return value
 
         batch = resize(batch)
-        self._batch_bytes = float(sum(tensor.nbytes for tensor in tensors_in(batch)))
+        tensors = list(tensors_in(batch))
+        self._batch_bytes = float(sum(tensor.nbytes for tensor in tensors))
+        self._batch_rows = next((len(tensor) for tensor in tensors if tensor.dim()), 0)
         return batch
+
+    def _samples(self) -> int:
+        """Return the samples of the passes: the rows of the model's input, or of the part of a
+        batch that it has several views of, or along another dimension.
+        """
+        shape, rows = self._inputs[0].shape, -(-self._batch_rows // self._parts)
+        return rows if rows and (shape[0] % rows == 0 or rows in shape[:2]) else shape[0]
 
     def _discard(self) -> None:
         """Forget what was counted since the last batch: an evaluation or a trial, and no step."""
@@ -355,6 +368,12 @@ class _Follower:
 
 def _do_nothing(*_: Any, **__: Any) -> None:
     """Stand for a function that writes a file, or needs weights."""
+
+
+def _rows_of_one_rank(_: Any, run: Run, tensor: Tensor, views: int = 1) -> Tensor:
+    """Return what `run.gather` does on one rank."""
+    run._gathering._rows = slice(0, len(tensor))
+    return tensor
 
 
 def _figure(original: Any, tensor: Tensor) -> Any:

@@ -194,6 +194,25 @@ def test_a_plain_script_is_told_what_it_lacks_and_a_terminal_what_takes_time(
     assert screen.err.startswith(f"shoal: following {script} to its first backward pass")
 
 
+TWO_VIEWS = """\
+    run = shoal.init()
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    norm = sum(weight.square().sum() for weight in run.weights().values())
+    for x, y in loader:
+        with torch.no_grad():
+            run.call(model, x)
+        z = run.gather(model(torch.cat([x, x + 1])), views=2)
+        run.backward(z[run.rows].square().mean())
+    """
+
+
+def test_a_batch_of_two_views_has_the_samples_of_its_loader(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shoal_plan(script, HEAD, TWO_VIEWS, words=("--json",)) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["global_batch"] == 12
+
+
 NO_LOADER = """\
     for _ in range(3):
         F.cross_entropy(model(torch.randn(8, 16)), torch.zeros(8, dtype=torch.long)).backward()
