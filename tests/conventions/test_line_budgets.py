@@ -23,7 +23,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/models": 850,
     "shoal/optim": 250,
     "shoal/parameter_server": 6_960,
-    "shoal/planner": 2_960,
+    "shoal/planner": 2_980,
     "shoal/platform": 2_110,
     "shoal/plotting": 460,
     "shoal/run": 9_800,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_570,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 71_280,
+    "tests": 71_300,
     "benchmarks": 8_670,
 }
 SLACK = 0.03
