@@ -110,6 +110,14 @@ class BatchRegistry:
             same_size = previous is not None and _size(previous) == _size(shard)
             self._save(tensor, shard if same_size else None)
 
+    @property
+    def is_kept(self) -> bool:
+        """Return True if tensors of more than two batches live.
+
+        Of a loop that keeps none there are the last, and one that a frame's `f_locals` still has.
+        """
+        return len({id(shard) for shard in self._shards.values()}) > 2
+
     def track(self, tensor: Tensor, moved: Tensor) -> None:
         """Record that `moved` is `tensor` on another device."""
         shard = self.shard_of(tensor)

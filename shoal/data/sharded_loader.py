@@ -26,6 +26,12 @@ OWN_ROWS_NOTE = (
     "out of run.prepare: every rank then reads all samples. Or sum over ranks what the first "
     "loader.share.rows rows of each batch give: a stand-in has 0."
 )
+OTHER_BATCHES_NOTE = (
+    "a step was taken with a batch that no prepared loader has yielded, after a loop over one has "
+    "ended. Each rank computes all rows of such a batch, and an order that torch draws after "
+    "run.prepare is another one on each data rank, where one device has one. Give the new loader "
+    "to run.prepare too, loader = run.prepare(loader), or each batch to run.share."
+)
 
 
 class YieldWatch:
@@ -57,6 +63,8 @@ class ShardedLoader(ABC):
         data_fingerprint: of `dataset`, as it was when the loader was made.
         watch: is told of each batch.
         has_stepped: a step was taken since the last loop began.
+        has_ended: the last loop has read all batches.
+        pending: batches of the last loop with which no step was taken, as far as is known.
         recorder: records the waiting time for each batch; None without a trace.
         announce: prints a note; None for nobody.
         gather: text -> the texts of all ranks; collective. With it, iterating over a stream is
@@ -78,6 +86,8 @@ class ShardedLoader(ABC):
         self.data_fingerprint: Fingerprint = {}
         self.watch = YieldWatch()
         self.has_stepped = False
+        self.has_ended = False
+        self.pending = 0
         self.recorder: Recorder | None = None
         self.announce: Callable[[str], None] | None = None
         self.gather: Callable[[str], list[str]] | None = None
@@ -120,7 +130,7 @@ class ShardedLoader(ABC):
             self._last_epoch = -1
         elif self.position:  # another loop stands within an epoch, or has left its iterator there
             self._begin_next_epoch()
-        self.has_stepped = False
+        self.has_stepped, self.has_ended, self.pending = False, False, 0
         has_yielded = False
         loop = object()
         self._open.append(loop)
@@ -128,6 +138,7 @@ class ShardedLoader(ABC):
             for share, batch in self._timed(self._batches()):
                 batch = batch if self.device is None else to_device(batch, self.device)
                 has_yielded = True
+                self.pending += 1
                 self.position = share.stop
                 self.yielded.remember(batch, share)
                 watch.begin(batch, share)
@@ -135,6 +146,7 @@ class ShardedLoader(ABC):
                 watch.end()
                 if loop in self._open:  # another loop may have read meanwhile
                     self.epoch, self.position = share.epoch, share.stop
+            self.has_ended = True
             # Such as an evaluation; one without a batch goes on behind the last of an epoch.
             if has_yielded and self.ranks > 1 and not self.has_stepped:
                 self._note_once("own rows", OWN_ROWS_NOTE)
@@ -143,6 +155,18 @@ class ShardedLoader(ABC):
             if loop in self._open:
                 self._open.remove(loop)
                 self._begin_next_epoch()
+
+    @property
+    def is_over(self) -> bool:
+        """Return True if a step cannot be of a batch of the last loop.
+
+        False too where the loop has fetched ahead, or keeps the batches that it has read.
+        """
+        return self.has_ended and not self.pending and not self.yielded.is_kept
+
+    def note_other_batch(self) -> None:
+        """Say that a step's batch is of a loader that is not prepared."""
+        self._note_once("other batches", OTHER_BATCHES_NOTE)
 
     def _note_once(self, subject: str, text: str) -> None:
         """Print a note, if none was printed on this subject."""

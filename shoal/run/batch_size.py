@@ -201,14 +201,29 @@ class BatchSizes:
                 share = self._share_of(arguments, yielding)
                 tensors = arguments if are_tensors(arguments) else tensors_in(arguments)
                 shards = (x.yielded.shard_of(t) for t in tensors for x in self._loaders)
-                self._history.add(next((shard for shard in shards if shard is not None), None))
+                found = next((shard for shard in shards if shard is not None), None)
+                self._history.add(found)
                 self._history.loaders = self._loaders
+                self._count_step(is_known=found is not None)
                 return StepSizes(share.rows, share.global_rows, is_known=True)
             rows = _length(arguments)
         # The sizes on other ranks are unknown. The loss becomes a sum with a count, and the counts
         # of all ranks are summed with the gradients. Until these are divided by the counts any
         # number would do, if it is the same on all ranks.
         return StepSizes(rows, self._data.size, is_known=False)
+
+    def _count_step(self, is_known: bool) -> None:
+        """Note a step whose batch is of no prepared loader, though loops over some have ended.
+
+        Args: is_known: a prepared loader has yielded a tensor of the batch.
+        """
+        if self._data.size == 1 or self._shared.last is not None:
+            return
+        begun = [loader for loader in self._loaders if loader.share is not None]
+        if not is_known and all(loader.is_over for loader in begun):
+            begun[-1].note_other_batch()
+        for loader in [loader for loader in begun if loader.pending][:1]:
+            loader.pending -= 1
 
     def check_weights(self, calls: Sequence[tuple[Any, ...]]) -> None:
         """Raise UsageError if a loss of these inputs of models has no weight among the ranks.
@@ -302,8 +317,8 @@ class BatchSizes:
                 f"forward_backward was given a batch of shape {tuple(tensors[0].shape)}; the "
                 f"loader's last share has {num_samples} samples. Give it what the loader yields or "
                 "run.to_device makes of that, call it on each batch before the next one is "
-                "fetched, say how many samples are left, rows=len(x), or prepare without the "
-                "loader for batches of your own."
+                "fetched, give another loader to run.prepare too, say how many samples are left, "
+                "rows=len(x), or prepare without the loader for batches of your own."
             )
         self._layouts[len(tensors)] = [
             now or then for now, then in zip(common, before, strict=True)

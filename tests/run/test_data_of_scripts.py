@@ -153,6 +153,35 @@ def test_batches_that_ranks_make_by_themselves_are_told_once() -> None:
     assert "run.share(batch)" in note
 
 
+def leaves_the_second_loader_out(has_function: bool) -> list[list[str]]:
+    """Return the notes on a second phase: prepared, fetched ahead, not prepared."""
+    found: list[list[str]] = []
+    for phase in ("prepared", "ahead", "raw"):
+        notes: list[str] = []
+        run, model, optimizer = prepared(notes)
+        x = torch.arange(128.0).reshape(16, 8).double() / 128
+        first, raw = (DataLoader(TensorDataset(x), batch_size=4, shuffle=True) for _ in range(2))
+        loader, second = run.prepare(first), raw if phase == "raw" else run.prepare(raw)
+        ahead = [(x + 1,) for (x,) in second] if phase == "ahead" else second
+        for batches in (loader, ahead):
+            for (rows,) in batches:
+                optimizer.zero_grad()
+                if has_function:
+                    run.forward_backward(lambda x, net=model: net(x).mean(), rows)
+                else:
+                    run.backward(model(rows + 1).mean())
+                optimizer.step()
+        found.append([note for note in notes if "no prepared loader has yielded" in note])
+    return found
+
+
+def test_a_second_loader_that_is_not_prepared_is_told() -> None:
+    results = world.run(2, in_turn, leaves_the_second_loader_out, (False,), (True,))[0]
+    for inside, fetched, (note,) in results:
+        assert inside == fetched == []
+        assert "loader = run.prepare(loader)" in note
+
+
 def collate(samples: list[tuple[Tensor, Tensor | None]]) -> dict[str, Any]:
     images = [image for _, image in samples if image is not None]
     x = torch.stack([x for x, _ in samples])
