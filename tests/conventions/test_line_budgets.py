@@ -15,7 +15,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/comm": 2_900,
     "shoal/config": 1_750,
     "shoal/costs": 2_080,
-    "shoal/data": 3_220,
+    "shoal/data": 3_230,
     "shoal/doctor": 500,
     "shoal/integrations": 860,
     "shoal/launch": 5_510,
@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_980,
     "shoal/platform": 2_110,
     "shoal/plotting": 460,
-    "shoal/run": 9_800,
+    "shoal/run": 9_820,
     "shoal/shm_backend": 2_600,
     "shoal/strategies": 15_830,
     "shoal/testing": 230,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_570,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 71_300,
+    "tests": 71_330,
     "benchmarks": 8_670,
 }
 SLACK = 0.03
