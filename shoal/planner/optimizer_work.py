@@ -150,7 +150,13 @@ def _count_step(
     """Return the state's bytes, the operations and the extra share of one parameter's step."""
     parameter = nn.Parameter(torch.zeros(like.shape, dtype=like.dtype))
     parameter.grad = torch.zeros(like.shape, dtype=like.dtype)
-    optimizer = kind([{**options, "params": [parameter]}])
+    try:
+        optimizer = kind([{**options, "params": [parameter]}])
+    except TypeError as error:  # SAM, which takes the class of another optimizer
+        raise UsageError(
+            f"{kind.__name__} cannot be made from its groups alone ({error}), so its step "
+            "cannot be counted. Plan with an optimizer of torch.optim that keeps as much."
+        ) from error
     optimizer.step()  # makes the state
     state = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
     with _StepCounter([parameter, parameter.grad, *state]) as counter:

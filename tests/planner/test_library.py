@@ -64,3 +64,17 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     other = torch.optim.SGD(nn.Linear(3, 3).parameters(), 0.1)
     with pytest.raises(UsageError, match="not the model's"):
         shoal.plan(model, other, SAMPLE, loss, machine="h100")
+
+
+class _AroundAnother(torch.optim.SGD):
+    """An optimizer with an argument that is in none of its groups, as SAM has."""
+
+    def __init__(self, parameters: Any, base: type) -> None:
+        super().__init__(parameters, lr=0.1)
+
+
+def test_an_optimizer_that_its_groups_do_not_make_is_refused_with_its_name() -> None:
+    model, _, loss = small()
+    optimizer = _AroundAnother(model.parameters(), torch.optim.SGD)
+    with pytest.raises(UsageError, match="_AroundAnother cannot be made from its groups"):
+        shoal.plan(model, optimizer, SAMPLE, loss, machine="h100")
