@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_570,
     "shoal/watchdog": 910,
     "shoal/weights": 580,
-    "tests": 71_330,
+    "tests": 71_340,
     "benchmarks": 8_670,
 }
 SLACK = 0.03
