@@ -30,7 +30,6 @@ from shoal.comm.parallel_dims import ParallelDims
 from shoal.config.trace_window import parse_window
 from shoal.errors import ConfigError, StrategyRefused, raise_problems
 from shoal.launch.environment import STARTED_BY_RANK, RankInfo, own_place
-from shoal.platform.allocator import keep_freed_memory
 from shoal.platform.torch_versions import untested
 from shoal.run.guards import Guards
 from shoal.run.preparation import Draws, Nonfinite, RunSettings
@@ -128,7 +127,6 @@ def init(
     # So is the line, but for that of the planner, which takes ranks that are connected.
     chosen = [] if strategy == AUTO else build_strategies(parse_line(strategy))
     place = own_place()
-    keep_freed_memory()
     if place.reason.startswith(STARTED_BY_RANK):
         announce(f"note: {place.describe()}")
     if place.rank == 0 and (untested_torch := untested(torch.__version__)):
