@@ -399,10 +399,10 @@ def _advice(
         return
     count = next(n for n, seconds in step_s.items() if seconds <= ALIKE * fastest_s)
     line = f"server={count}"
-    named = named_hosts(cluster.hosts) if len(cluster.hosts) > 1 else "WORKERS"
-    hosts = ["--hosts", named, "--server-hosts", "SERVERS"]
-    if cluster.server_hosts:
-        hosts = start_options(cluster, line)
+    hosts = start_options(cluster, line)
+    if not cluster.server_hosts:
+        named = named_hosts(cluster.hosts) if len(cluster.hosts) > 1 else "WORKERS"
+        hosts = ["--hosts", named, "--server-hosts", "SERVERS"]
     beaten = next(n for n, seconds in step_s.items() if seconds < ring_s)
     servers = f"{count} server" + "s" * (count > 1)
     line = _command(command, hosts, line)

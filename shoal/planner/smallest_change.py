@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ class Command:
 def start_options(cluster: Cluster, strategy: str) -> list[str]:
     """Return the options that start the ranks of a cluster: -n, --hosts, or --slurm for many."""
     hosts, ranks = cluster.hosts, cluster.ranks_per_host
-    if cluster.server_hosts and re.search(r"\bserver\b", strategy):
+    if cluster.server_hosts and any(s.name == "server" for s in parse_line(strategy).specs):
         servers = ",".join(host.name for host in cluster.server_hosts)
         return ["--hosts", named_hosts(hosts), "--server-hosts", servers]
     if len(hosts) == 1:
